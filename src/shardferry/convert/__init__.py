@@ -1,0 +1,1 @@
+"""Conversions as index maps from regions of target tensors to regions of stored tensors."""

@@ -1,0 +1,1 @@
+"""Runs plans over a store and a group, within a memory budget."""

@@ -1,0 +1,1 @@
+"""safetensors bytes and Hugging Face index files, parsed strictly into a CheckpointIndex."""

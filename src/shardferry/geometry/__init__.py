@@ -1,0 +1,1 @@
+"""Integer arithmetic of regions, spans, shardings and atoms; knows nothing of files or frameworks."""

@@ -1,0 +1,1 @@
+"""Shipped test suites and strategies for stores, groups and layouts."""

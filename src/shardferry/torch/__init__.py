@@ -1,0 +1,1 @@
+"""PyTorch: fill and save sharded models."""

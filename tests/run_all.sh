@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Runs every check and prints the minutes of each; `run_all.sh lint` stops before the tests.
+# A part that fails does not stop the next ones: one run tells everything that is wrong.
+# BIN names the folder of the environment's programs.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+BIN=${BIN:-.venv/bin}
+
+# One thread per process: the tests run several processes on few cores.
+export OMP_NUM_THREADS=1
+# Nothing here may reach for a network.
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+table=""
+failed=0
+
+part() { # part NAME COMMAND...
+  local name=$1 start=$EPOCHREALTIME outcome=ok
+  shift
+  printf '\n== %s\n' "$name"
+  "$@" || { outcome=FAILED; failed=1; }
+  table+=$(awk -v n="$name" -v o="$outcome" -v a="$start" -v b="$EPOCHREALTIME" \
+    'BEGIN { printf "%-14s %6.2f min  %s", n, (b - a) / 60, o }')$'\n'
+}
+
+finish() {
+  printf '\n%s' "$table"
+  exit "$failed"
+}
+
+part "ruff check" "$BIN/ruff" check
+part "ruff format" "$BIN/ruff" format --check
+part "mypy" "$BIN/mypy"
+part "import-linter" "$BIN/lint-imports" --no-logo
+[[ ${1:-} == lint ]] && finish
+
+pytest=("$BIN/python" -m pytest -q --hypothesis-profile=thorough)
+part "unit tests" "${pytest[@]}" -n 2 --ignore=tests/procs --ignore=tests/test_docs.py \
+  --cov --cov-report=term
+part "docs snippets" "${pytest[@]}" tests/test_docs.py
+# These start processes of their own, as many as there are cores and more: one test at a time.
+part "process tests" "${pytest[@]}" tests/procs
+finish

@@ -23,12 +23,14 @@ class Stored:
     """A tensor, or a box of one, as it lies in storage.
 
     Attributes:
-        key: What storage calls it.
-        shape: Its shape, in elements.
+        key: What storage calls the tensor.
+        shape: Shape of the tensor, or of the box.
+        part: Which box, for a tensor stored in several; 0 for a whole tensor.
     """
 
     key: str
     shape: tuple[int, ...]
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,13 @@ class Piece(NamedTuple):
     """One copy: a region of a stored tensor, and where it goes in the local tensor of the target region.
 
     Attributes:
-        key: The stored tensor.
-        region: Region of the stored tensor.
+        source: The stored tensor, or box of one.
+        region: Region of it.
         axes: The gathered region is reordered by these axes: dim i of the target is dim `axes[i]` of the region.
         target: Per target dim the half-open range of *local* positions the piece fills.
     """
 
-    key: str
+    source: Stored
     region: Region
     axes: tuple[int, ...]
     target: tuple[Interval, ...]
@@ -142,7 +144,7 @@ def leaves(expression: Expression) -> Iterator[Stored]:
 
 def _pull(expression: Expression, region: Region, target: tuple[Interval, ...]) -> Iterator[Piece]:
     if isinstance(expression, Stored):
-        yield Piece(expression.key, region, tuple(range(len(region.dims))), target)
+        yield Piece(expression, region, tuple(range(len(region.dims))), target)
     elif isinstance(expression, Transposed):
         yield from _pull_transposed(expression, region, target)
     else:
@@ -153,9 +155,9 @@ def _pull(expression: Expression, region: Region, target: tuple[Interval, ...]) 
 def _pull_transposed(node: Transposed, region: Region, target: tuple[Interval, ...]) -> Iterator[Piece]:
     inverse = tuple(node.axes.index(axis) for axis in range(len(node.axes)))
     below = Region(tuple(region.dims[dim] for dim in inverse))
-    for key, stored, axes, place in _pull(node.of, below, tuple(target[dim] for dim in inverse)):
+    for source, stored, axes, place in _pull(node.of, below, tuple(target[dim] for dim in inverse)):
         yield Piece(
-            key,
+            source,
             stored,
             tuple(axes[axis] for axis in node.axes),
             tuple(place[axis] for axis in node.axes),

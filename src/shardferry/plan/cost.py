@@ -1,0 +1,29 @@
+"""What a way of reading costs, and so which one to take.
+
+Measured with warm and cold page cache on a local virtio disk (128 MiB regions, one thread): exact reads win when a
+row's piece has at least 32 KiB, or when the hole to the next piece is so large that reading it would cost more than
+another call; thinner pieces are read as whole rows and copied out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shardferry.geometry.spans import Collapsed
+from shardferry.units import KIB
+
+EXACT_PIECE_BYTES = 32 * KIB
+EXACT_GAP_BYTES = 128 * KIB
+
+Access = Literal["spans", "rows"]
+
+
+def choose_access(collapsed: Collapsed) -> Access:
+    """Return how to read a region: each span exactly, or whole rows of which the wanted columns are kept."""
+    if len(collapsed.sizes) == 1 or not all(collapsed.dims):
+        return "spans"
+    columns = collapsed.dims[-1]
+    piece = min(stop - start for start, stop in columns)
+    held = sum(stop - start for start, stop in columns)
+    gap = (collapsed.sizes[-1] - held) // len(columns)
+    return "spans" if piece >= EXACT_PIECE_BYTES or gap > EXACT_GAP_BYTES else "rows"

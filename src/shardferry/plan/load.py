@@ -1,0 +1,182 @@
+"""Plan a load: from what a rank wants and where it is stored to the copies that bring it in.
+
+Pure: integers in, a frozen plan out. The plan names bytes of files and places in local tensors; it does not know
+what memory those are. Tensors are planned in file order, so that executing it streams through the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardferry.convert.ops import Expression, Piece, Stored, Tile, Tiled, Transposed, pull_back
+from shardferry.errors import InvalidInputError, ShardingError
+from shardferry.format.dtypes import BITS
+from shardferry.format.index import CheckpointIndex, TensorInfo
+from shardferry.geometry.region import Interval, Intervals, Region, select
+from shardferry.geometry.spans import Collapsed, collapse
+from shardferry.plan.cost import Access, choose_access
+
+
+class Wanted(NamedTuple):
+    """One tensor a rank wants to hold.
+
+    Attributes:
+        name: What the model calls it.
+        source: How it is made of stored tensors; a leaf's key is a name of the checkpoint.
+        region: The region of it this rank holds.
+    """
+
+    name: str
+    source: Expression
+    region: Region
+
+
+class Copy(NamedTuple):
+    """Bytes of a file that fill a box of a local tensor.
+
+    Attributes:
+        file: File, relative to the checkpoint's root.
+        start: Offset in the file of the first byte of the stored tensor (or box of one).
+        dtype: safetensors dtype stored.
+        shape: Shape of the stored tensor (or box), in elements.
+        region: Region of it to read.
+        axes: The region's array is reordered by these axes: dim i of the target is dim `axes[i]`.
+        target: Per dim of the local tensor the half-open range filled.
+    """
+
+    file: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    axes: tuple[int, ...]
+    target: tuple[Interval, ...]
+
+    @property
+    def collapsed(self) -> Collapsed:
+        """The region over as few dims as possible, in bytes."""
+        return collapse(self.region, self.shape, BITS[self.dtype])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes wanted."""
+        return self.collapsed.num_bytes
+
+    @property
+    def access(self) -> Access:
+        """How to read it."""
+        return choose_access(self.collapsed)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the region arrives in the target's own order."""
+        return self.axes == tuple(range(len(self.axes)))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """The copies that fill one local tensor; none for a tensor of which the rank holds no element."""
+
+    name: str
+    local_shape: tuple[int, ...]
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank reads.
+
+    Attributes:
+        tensors: In the order of their first byte, by file.
+        bytes_wanted: Bytes that land in local tensors, as stored.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    bytes_wanted: int
+
+
+def plan_load(index: CheckpointIndex, wanted: Iterable[Wanted]) -> LoadPlan:
+    """Return the copies that bring what one rank wants out of a checkpoint.
+
+    Args:
+        index: Where everything is stored.
+        wanted: Every tensor the rank holds; names are unique.
+
+    Raises:
+        ShardingError: If a region cannot be read, e.g. because it cuts a packed byte in two; names the tensor.
+    """
+    order = {name: position for position, name in enumerate(index.files)}
+    tensors = sorted((_plan_tensor(index, want) for want in wanted), key=lambda plan: _first_byte(plan, order))
+    return LoadPlan(tuple(tensors), sum(copy.num_bytes for plan in tensors for copy in plan.copies))
+
+
+def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
+    """Yield copies of at most `max_bytes` that together do what `copy` does.
+
+    A single innermost element is never cut, so a piece can be larger if `max_bytes` is less than its bytes.
+    """
+    yield from _split(copy, max_bytes, 0)
+
+
+def _plan_tensor(index: CheckpointIndex, want: Wanted) -> TensorPlan:
+    try:
+        copies = tuple(_locate(index, piece) for piece in pull_back(_expand(index, want.source), want.region))
+        for copy in copies:
+            copy.collapsed  # noqa: B018 - refuses a region off the byte boundary now, not while reading
+    except InvalidInputError as error:
+        message = f"{want.name}: {error}"
+        raise ShardingError(message) from error
+    return TensorPlan(want.name, want.region.shape, copies)
+
+
+def _expand(index: CheckpointIndex, source: Expression) -> Expression:
+    """Replace leaves that are stored in several boxes by the boxes."""
+    if isinstance(source, Stored):
+        return _tiles(source, index.tensors[source.key])
+    if isinstance(source, Transposed):
+        return Transposed(_expand(index, source.of), source.axes)
+    return Tiled(source.shape, tuple(Tile(tile.offsets, _expand(index, tile.part)) for tile in source.tiles))
+
+
+def _tiles(leaf: Stored, info: TensorInfo) -> Expression:
+    if not info.parts:
+        return leaf
+    tiles = (Tile(part.offsets, Stored(leaf.key, part.shape, at)) for at, part in enumerate(info.parts))
+    return Tiled(leaf.shape, tuple(tiles))
+
+
+def _locate(index: CheckpointIndex, piece: Piece) -> Copy:
+    info = index.tensors[piece.source.key]
+    part = info.parts[piece.source.part] if info.parts else info
+    return Copy(part.file, part.span[0], info.dtype, part.shape, piece.region, piece.axes, piece.target)
+
+
+def _first_byte(plan: TensorPlan, order: Mapping[str, int]) -> tuple[int, int]:
+    return min(((order[copy.file], copy.start) for copy in plan.copies), default=(-1, 0))
+
+
+def _split(copy: Copy, max_bytes: int, dim: int) -> Iterator[Copy]:
+    if copy.num_bytes <= max_bytes or dim == len(copy.shape):
+        yield copy
+        return
+    size = copy.region.shape[dim]
+    step = max(1, size * max_bytes // copy.num_bytes)
+    if dim == len(copy.shape) - 1:
+        step = -(-step // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+    for start in range(0, size, step):
+        yield from _split(_narrow(copy, dim, start, min(size, start + step)), max_bytes, dim + 1)
+
+
+# Sub-byte dtypes start and end on a byte only at multiples of 2 (F4) and 4 (F6) elements.
+_ALIGNED_ELEMENTS = 4
+
+
+def _narrow(copy: Copy, dim: int, start: int, stop: int) -> Copy:
+    dims: list[Intervals] = list(copy.region.dims)
+    dims[dim] = select(dims[dim], start, stop)
+    target = list(copy.target)
+    at = copy.axes.index(dim)
+    target[at] = (target[at][0] + start, target[at][0] + stop)
+    return copy._replace(region=Region(tuple(dims)), target=tuple(target))

@@ -1,0 +1,175 @@
+"""Files of a directory on this machine, read with `preadv` into memory the caller owns."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardferry.errors import StorageError
+from shardferry.storage.mapping import GuardedMapping
+from shardferry.storage.placement import place_bytes
+from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from shardferry.storage.base import Bytes, OnRead, Rows
+
+# Bytes per preadv: 1, 4 and 16 MiB are equally fast (measured), and a stop is noticed after each.
+CALL_BYTES = 4 * MIB
+# Whole rows are read in blocks of this size, which stay in the processor's cache until they are copied out.
+BLOCK_BYTES = MIB
+# Rows copied out of a mapping between two looks at its lease.
+WINDOW_BYTES = 4 * MIB
+
+
+class LocalStore:
+    """The files below one directory."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Read files relative to `root`."""
+        self._root = Path(root)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[LocalFile]:
+        """Open a file for reading; closed when the context ends.
+
+        Raises:
+            StorageError: If it cannot be opened; names the file.
+        """
+        path = self._root / name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            message = f"cannot open '{path}': {error.strerror}"
+            raise StorageError(message) from error
+        file = LocalFile(descriptor, str(path))
+        try:
+            yield file
+        finally:
+            file.close()
+
+
+class LocalFile:
+    """One open file; may be used by several threads at once."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        """Take over an open descriptor; `path` is what errors name."""
+        self._descriptor = descriptor
+        self._path = path
+        self._size = os.fstat(descriptor).st_size
+        self._mapping: GuardedMapping | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        return self._size
+
+    def read_into(self, out: Bytes, start: int, on_read: OnRead) -> None:
+        """Fill `out` with the bytes from offset `start` on.
+
+        Args:
+            out: Contiguous, one-dimensional, uint8.
+            start: Offset in the file, in bytes.
+            on_read: Called after every call to the kernel.
+
+        Raises:
+            StorageError: If the kernel reports an error or the file ends early.
+        """
+        view = memoryview(out)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[done : done + CALL_BYTES]], start + done)
+            except OSError as error:
+                raise StorageError(self._failure(start + done, str(error.strerror))) from error
+            if count == 0:
+                raise StorageError(self._failure(start + done, self._early_end(start + len(view))))
+            done += count
+            on_read(count, 1)
+
+    def read_rows(self, out: Bytes, rows: Rows, on_read: OnRead) -> None:
+        """Fill `out` with the wanted columns of consecutive rows.
+
+        Resident rows of a local file are copied out of a guarded mapping, others read in blocks of whole rows.
+
+        Args:
+            out: Shape (number of rows, bytes of the columns), uint8.
+            rows: Where the rows lie.
+            on_read: Called after every block with the bytes fetched.
+
+        Raises:
+            StorageError: As in `read_into`.
+        """
+        mapping = self._guarded_mapping()
+        step = max(1, WINDOW_BYTES // rows.row_bytes)
+        scratch: Bytes | None = None
+        for first in range(0, len(out), step):
+            part = out[first : first + step]
+            start = rows.start + first * rows.row_bytes
+            here = rows._replace(start=start)
+            with mapping.window(*_extent(here, len(part))) as window:
+                if window is not None:
+                    _copy_columns(part, window, here)
+            if window is not None:
+                on_read(part.size, 0)
+                continue
+            if scratch is None:
+                scratch = place_bytes(max(BLOCK_BYTES, rows.row_bytes), here.start)
+            self._read_blocks(part, here, scratch, on_read)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._mapping is not None:
+            self._mapping.close()
+        os.close(self._descriptor)
+
+    def _guarded_mapping(self) -> GuardedMapping:
+        with self._lock:
+            if self._mapping is None:
+                self._mapping = GuardedMapping(self._descriptor, self._size)
+            return self._mapping
+
+    def _read_blocks(self, out: Bytes, rows: Rows, scratch: Bytes, on_read: OnRead) -> None:
+        step = max(1, len(scratch) // rows.row_bytes)
+        for first in range(0, len(out), step):
+            part = out[first : first + step]
+            here = rows._replace(start=rows.start + first * rows.row_bytes)
+            start, stop = _extent(here, len(part))
+            block = scratch[: stop - start]
+            self.read_into(block, start, on_read)
+            _copy_columns(part, block, here)
+
+    def _failure(self, offset: int, cause: str) -> str:
+        return f"reading '{self._path}' at offset {offset} failed: {cause}"
+
+    def _early_end(self, wanted: int) -> str:
+        size = os.fstat(self._descriptor).st_size
+        return (
+            f"the file ends at {size} bytes, but bytes up to {wanted} were expected; it had {self._size} when it was "
+            "opened. Something changes the checkpoint while it is loaded"
+        )
+
+
+def _extent(rows: Rows, num_rows: int) -> tuple[int, int]:
+    """Return the half-open range of file bytes from the first wanted column to the last."""
+    low, high = rows.columns[0][0], rows.columns[-1][1]
+    return rows.start + low, rows.start + (num_rows - 1) * rows.row_bytes + high
+
+
+def _copy_columns(out: Bytes, source: Bytes, rows: Rows) -> None:
+    """Copy the wanted columns of the rows that begin at the first wanted byte in `source`."""
+    at = 0
+    for start, stop in rows.columns:
+        table = np.lib.stride_tricks.as_strided(
+            source[start - rows.columns[0][0] :], (len(out), stop - start), (rows.row_bytes, 1)
+        )
+        np.copyto(out[:, at : at + stop - start], table)
+        at += stop - start
+
+

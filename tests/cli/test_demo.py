@@ -59,7 +59,7 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     text = printed(demo_result(load_result("FSDP2 over TP", 9.3e-8)))
     assert "…" not in text
     row = next(line for line in text.splitlines() if "FSDP2 over TP" in line)
-    assert row.split() == ["FSDP2", "over", "TP", "shardferry", *"21.7 MiB 25% 0.13 60.3 MiB 9e-08".split()]
+    assert row.split() == ["FSDP2", "over", "TP", "shardferry", *["21.7", "MiB", "25%", "0.13", "60.3", "MiB", "9e-08"]]
 
 
 def test_the_verdict_names_what_is_wrong() -> None:

@@ -1,0 +1,269 @@
+"""One load from start to end, on every rank of a group.
+
+1. open: rank 0 opens and validates the checkpoint and shares the parsed index.
+2. agree: every rank matches its model with the index; names, shapes, dtypes and layouts are compared over all ranks.
+3. plan: every rank plans its copies; one rank per other node checks that its files are the ones rank 0 opened.
+4. read: every rank allocates and reads.
+
+Each step succeeds on all ranks or raises on all ranks. Nothing but these four small exchanges couples the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import NamedTuple, Protocol
+
+from shardferry.execute.load import Destination, Settings, Staging, execute_load
+from shardferry.execute.meter import Meter
+from shardferry.execute.open import open_checkpoint, root_of
+from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
+from shardferry.execute.topology import nodes_of, read_threads
+from shardferry.format.index import CheckpointIndex, TensorInfo
+from shardferry.format.open import check_file
+from shardferry.plan.agreement import (
+    Table,
+    check_choice,
+    choose_layouts,
+    disputed,
+    explain,
+    make_table,
+    names_in,
+    pattern_of,
+    raise_dispute,
+    table_from_bytes,
+    table_to_bytes,
+)
+from shardferry.plan.load import LoadPlan, Wanted, plan_load
+from shardferry.plan.match import Matching, Problems, Rules, match_targets, merge_problems, raise_problems
+from shardferry.plan.target import Target, region_of
+from shardferry.storage.files import LocalFiles
+from shardferry.storage.local import LocalStore
+from shardferry.transport.base import Group
+from shardferry.transport.together import together
+
+logger = logging.getLogger(__name__)
+
+
+class Adapter(Protocol):
+    """What a framework does for a load."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """What this rank's model offers to be filled."""
+        ...
+
+    @property
+    def unfilled(self) -> Sequence[str]:
+        """Names of memory that no checkpoint fills and nobody has computed yet."""
+        ...
+
+    def allocate(self, plan: LoadPlan, meter: Meter) -> Mapping[str, Destination]:
+        """Return the memory of every tensor of the plan, made where it does not exist yet."""
+        ...
+
+    def staging(self, meter: Meter) -> Sequence[Staging]:
+        """Return the ring of staging buffers of one reading thread, counted by the meter."""
+        ...
+
+    def cast_counts(self) -> tuple[int, int]:
+        """Return how many tensors were cast, and how many finite values became infinite by it."""
+        ...
+
+    def commit(self) -> None:
+        """Put memory that was made into the model; called when every rank has read everything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the caller asked for.
+
+    Attributes:
+        path: The checkpoint on this rank.
+        strict: Whether missing and unexpected names are an error.
+        checkpoint_strict: Whether the file and index rules are applied in full.
+        variant: Variant of the file names, e.g. `"fp16"`.
+        rules: How names and dtypes are matched.
+        node_of_rank: Node of every rank, instead of the detected one.
+        on_progress: Called on every rank with its own progress.
+        budget_bytes: Memory this rank may use beside the tensors.
+    """
+
+    path: str
+    strict: bool
+    checkpoint_strict: bool
+    variant: str | None
+    rules: Rules
+    node_of_rank: Sequence[int] | None
+    on_progress: Callable[[Progress], None] | None
+    budget_bytes: int
+
+
+STRATEGY = "independent: every rank reads its own bytes; ranks of a node share its page cache"
+
+
+def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
+    """Fill the adapter's model. Collective: call on every rank of the group.
+
+    Raises:
+        ShardferryError: On every rank, if any rank cannot do its part; nothing was read unless reading failed.
+    """
+    mine = RankReport(group.rank)
+    nodes = nodes_of(group.hosts, request.node_of_rank)
+    mine.node = nodes[group.rank]
+    with mine.timed("open"):
+        index = _share_index(group, request)
+    with mine.timed("agree"):
+        matching, tables = _agree(group, index, adapter, request)
+        unfitting = _unfitting(index, tables)
+        raise_problems(unfitting, strict=request.strict)
+    with mine.timed("plan"):
+        plan = _plan(group, index, matching, tables, nodes, request)
+    reports = _read(_Work(group, adapter, plan, index, nodes, request, mine))
+    ignored = tuple(names_in(index, (table.ignored for table in tables)))
+    report = LoadReport(reports, tuple(unfitting.missing), tuple(unfitting.unexpected), ignored, STRATEGY)
+    if group.rank == 0:
+        logger.info("loaded %s: %s bytes on %s ranks", request.path, report.total.bytes_wanted, group.world_size)
+    return report
+
+
+def _share_index(group: Group, request: Request) -> CheckpointIndex:
+    opened: list[CheckpointIndex] = []
+
+    def work() -> bytes:
+        if group.rank:
+            return b""
+        opened.append(open_checkpoint(request.path, strict=request.checkpoint_strict, variant=request.variant))
+        return opened[0].to_bytes() if group.world_size > 1 else b""
+
+    shared = together(group, "open checkpoint", work)
+    return opened[0] if opened else CheckpointIndex.from_bytes(shared[0])
+
+
+def _agree(
+    group: Group, index: CheckpointIndex, adapter: Adapter, request: Request
+) -> tuple[Matching, tuple[Table, ...]]:
+    """Match the model with the index; return that, and what every rank has to say of its own."""
+    matched: list[Matching] = []
+
+    def work() -> bytes:
+        matched.append(match_targets(index, adapter.targets, request.rules))
+        matched[0].problems.unfilled.extend(adapter.unfilled)
+        return table_to_bytes(make_table(index, matched[0], group.rank))
+
+    tables = tuple(table_from_bytes(data) for data in together(group, "compare models", work))
+    wrong = disputed(tables)
+    if wrong:
+        targets = [match.target for match in matched[0].matches]
+        raise_dispute(group.exchange("explain a disagreement", explain(targets, wrong)))
+    return matched[0], tables
+
+
+def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:
+    merged = merge_problems([table.problems for table in tables])
+    known = set(names_in(index, (bits for table in tables for bits in (table.used, table.ignored))))
+    merged.unexpected = [name for name in index.tensors if name not in known]
+    return merged
+
+
+def _plan(
+    group: Group,
+    index: CheckpointIndex,
+    matching: Matching,
+    tables: Sequence[Table],
+    nodes: Sequence[int],
+    request: Request,
+) -> LoadPlan:
+    plans: list[LoadPlan] = []
+
+    def work() -> bytes:
+        plans.append(plan_load(index, _wanted(matching, tables, group.rank)))
+        _check_files(index, tables, nodes, group.rank, request.path)
+        return b""
+
+    together(group, "plan", work)
+    return plans[0]
+
+
+def _wanted(matching: Matching, tables: Sequence[Table], rank: int) -> Iterator[Wanted]:
+    fitting = choose_layouts(tables)
+    for target, source, _ in matching.matches:
+        layout = None
+        if target.layouts:
+            layout = target.layouts[check_choice(target, fitting[pattern_of(target)], rank)]
+        region = region_of(layout, source.shape, rank)
+        if region is not None:
+            yield Wanted(target.name, source, region)
+
+
+def _check_files(index: CheckpointIndex, tables: Sequence[Table], nodes: Sequence[int], rank: int, path: str) -> None:
+    """On the first rank of every node but rank 0's: the files its ranks will read are those rank 0 opened."""
+    node = nodes[rank]
+    if node == nodes[0] or list(nodes).index(node) != rank:
+        return
+    names = names_in(index, (table.used for other, table in enumerate(tables) if nodes[other] == node))
+    files = LocalFiles(root_of(path))
+    for file in sorted({file for name in names for file in _files_of(index.tensors[name])}):
+        check_file(files, file, index.files[file])
+
+
+class _Work(NamedTuple):
+    group: Group
+    adapter: Adapter
+    plan: LoadPlan
+    index: CheckpointIndex
+    nodes: Sequence[int]
+    request: Request
+    mine: RankReport
+
+
+def _read(work: _Work) -> tuple[RankReport, ...]:
+    meter = Meter(work.request.budget_bytes)
+
+    def read() -> bytes:
+        with work.mine.timed("allocate"):
+            destinations = work.adapter.allocate(work.plan, meter)
+        with work.mine.timed("read"):
+            settings = Settings(
+                num_threads=read_threads(work.nodes, work.group.rank),
+                staging=lambda: cycle(work.adapter.staging(meter)),
+                on_bytes=_Counter(work.mine, work.plan.bytes_wanted, work.request.on_progress),
+                check=work.group.check,
+            )
+            execute_load(
+                work.plan, destinations, LocalStore(root_of(work.request.path)), work.index.files, settings
+            )
+        work.mine.num_tensors = len(work.plan.tensors)
+        work.mine.peak_extra_bytes = meter.peak_bytes
+        work.mine.num_cast, work.mine.num_overflowed = work.adapter.cast_counts()
+        return work.mine.to_bytes()
+
+    told = together(work.group, "read tensors", read)
+    work.adapter.commit()
+    return tuple(rank_report_from_bytes(data) for data in told)
+
+
+class _Counter:
+    """Adds what reads did to the report and tells the caller."""
+
+    def __init__(self, mine: RankReport, total: int, on_progress: Callable[[Progress], None] | None) -> None:
+        self._mine = mine
+        self._total = total
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+
+    def __call__(self, wanted: int, read: int, requests: int) -> None:
+        with self._lock:
+            self._mine.bytes_wanted += wanted
+            self._mine.bytes_read += read
+            self._mine.requests += requests
+            if self._on_progress is not None:
+                self._on_progress(Progress(self._mine.rank, self._mine.bytes_wanted, self._total))
+
+
+def _files_of(info: TensorInfo) -> tuple[str, ...]:
+    return tuple(part.file for part in info.parts) or (info.file,)

@@ -1,0 +1,219 @@
+"""Carry out a load plan: bytes of files into the memory of tensors, within a budget.
+
+Two ways, decided by the memory and not by policy. Where a copy's bytes lie in the destination as they lie in the
+file (CPU, same dtype, in order), they are read straight into it. Otherwise (another device, a cast, reordered dims,
+a strided destination) they are read into a ring of reused staging buffers, and the destination stores them from
+there; on an accelerator that overlaps with the next read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from itertools import groupby, product
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from shardferry.errors import CheckpointChangedError
+from shardferry.format.index import FileInfo
+from shardferry.geometry.spans import Collapsed
+from shardferry.plan.load import Copy, LoadPlan, split_copy
+from shardferry.storage.base import ReadableFile, Rows, Store
+from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from shardferry.storage.base import Bytes
+
+# A copy is cut to pieces of this size before it is dealt to threads or staged.
+PIECE_BYTES = 16 * MIB
+# How often a rank that waits for its own threads asks whether another rank has failed.
+POLL_S = 0.05
+
+
+class Staging(Protocol):
+    """One reused buffer and the transfer out of it."""
+
+    def memory(self, num_bytes: int) -> Bytes:
+        """Return `num_bytes` of the buffer to read into, once the last transfer out of it has finished."""
+        ...
+
+
+class Destination(Protocol):
+    """The memory of one local tensor."""
+
+    def direct(self, copy: Copy) -> Bytes | None:
+        """Return the contiguous memory into which `copy` can be read as it is stored, or None."""
+        ...
+
+    def store(self, copy: Copy, staged: Bytes) -> None:
+        """Take what `copy` read, in the order of its region, out of staging memory."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything stored has arrived."""
+        ...
+
+
+class Settings(NamedTuple):
+    """How to execute.
+
+    Attributes:
+        num_threads: Threads that read at the same time.
+        staging: A ring of staging buffers per thread.
+        on_bytes: Called with bytes wanted that have landed, bytes read and requests made; from any thread.
+        check: Raises when the load must stop because another rank failed; called from the calling thread.
+    """
+
+    num_threads: int
+    staging: Callable[[], Iterator[Staging]]
+    on_bytes: Callable[[int, int, int], None]
+    check: Callable[[], None]
+
+
+def execute_load(
+    plan: LoadPlan,
+    destinations: Mapping[str, Destination],
+    store: Store,
+    files: Mapping[str, FileInfo],
+    settings: Settings,
+) -> None:
+    """Read everything a plan names into its destinations.
+
+    Args:
+        plan: What to read, in file order.
+        destinations: The memory of every tensor of the plan, by name.
+        store: Where the files are.
+        files: What each file was when the job agreed to read it.
+        settings: Threads, staging and callbacks.
+
+    Raises:
+        StorageError: If a read fails or ends early.
+        CheckpointChangedError: If a file has another size than was agreed.
+    """
+    copies = ((destinations[tensor.name], copy) for tensor in plan.tensors for copy in tensor.copies)
+    with _Readers(settings) as readers:
+        for name, jobs in groupby(copies, key=lambda job: job[1].file):
+            with store.open(name) as file:
+                _check_size(file, name, files[name])
+                readers.run(file, jobs)
+    for destination in destinations.values():
+        destination.finish()
+
+
+def _check_size(file: ReadableFile, name: str, agreed: FileInfo) -> None:
+    if file.size != agreed.size:
+        message = (
+            f"{name} has {file.size} bytes here, but {agreed.size} when its header was read. Something changed the "
+            "checkpoint, or this node has another copy of it"
+        )
+        raise CheckpointChangedError(message)
+
+
+class _Readers:
+    """One or several threads that work off the copies of a file, each with its own staging."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stop = threading.Event()
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(settings.num_threads) if settings.num_threads > 1 else None
+
+    def __enter__(self) -> _Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def run(self, file: ReadableFile, jobs: Iterable[tuple[Destination, Copy]]) -> None:
+        """Read all copies of one file; returns when they are done, raises the first failure."""
+        pieces = ((destination, piece) for destination, copy in jobs for piece in split_copy(copy, PIECE_BYTES))
+        if self._pool is None:
+            for destination, piece in pieces:
+                self._read(file, destination, piece, self._settings.check)
+            return
+        futures = {
+            self._pool.submit(self._read, file, destination, piece, self._raise_if_stopped)
+            for destination, piece in pieces
+        }
+        self._wait(futures)
+
+    def _wait(self, futures: set[Future[None]]) -> None:
+        while futures:
+            done, futures = wait(futures, timeout=POLL_S, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            self._settings.check()
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
+
+    def _read(self, file: ReadableFile, destination: Destination, copy: Copy, check: Callable[[], None]) -> None:
+        memory = destination.direct(copy)
+        if memory is None:
+            memory = next(self._staging()).memory(copy.num_bytes)
+            self._fetch(file, copy, memory, check)
+            destination.store(copy, memory)
+        else:
+            self._fetch(file, copy, memory, check)
+        self._settings.on_bytes(copy.num_bytes, 0, 0)
+
+    def _fetch(self, file: ReadableFile, copy: Copy, memory: Bytes, check: Callable[[], None]) -> None:
+        def on_read(num_bytes: int, num_requests: int) -> None:
+            check()
+            self._settings.on_bytes(0, num_bytes, num_requests)
+
+        if copy.access == "spans":
+            _read_spans(file, copy, memory, on_read)
+        else:
+            _read_rows(file, copy, memory, on_read)
+
+    def _staging(self) -> Iterator[Staging]:
+        if not hasattr(self._local, "ring"):
+            self._local.ring = self._settings.staging()
+        ring: Iterator[Staging] = self._local.ring
+        return ring
+
+
+class _StoppedError(Exception):
+    """Ends a reader thread because another one, or another rank, has failed; never leaves this module."""
+
+
+def _read_spans(
+    file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]
+) -> None:
+    """Read every contiguous piece by itself."""
+    done = 0
+    for offset in _outer_offsets(copy.collapsed, keep=1):
+        for start, stop in copy.collapsed.dims[-1]:
+            file.read_into(memory[done : done + stop - start], copy.start + offset + start, on_read)
+            done += stop - start
+
+
+def _read_rows(
+    file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]
+) -> None:
+    """Read runs of consecutive rows, keeping the wanted columns."""
+    collapsed = copy.collapsed
+    row_bytes, columns = collapsed.sizes[-1], collapsed.dims[-1]
+    width = sum(stop - start for start, stop in columns)
+    table = memory.reshape(-1, width)
+    done = 0
+    for offset in _outer_offsets(collapsed, keep=2):
+        for start, stop in collapsed.dims[-2]:
+            rows = Rows(copy.start + offset + start * row_bytes, row_bytes, columns)
+            file.read_rows(table[done : done + stop - start], rows, on_read)
+            done += stop - start
+
+
+def _outer_offsets(collapsed: Collapsed, *, keep: int) -> Iterator[int]:
+    """Yield the byte offset of every element of the dims outside the innermost `keep`, in file order."""
+    strides = [1] * len(collapsed.sizes)
+    for dim in range(len(strides) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * collapsed.sizes[dim + 1]
+    outer = len(strides) - keep
+    indices = ([i for a, b in collapsed.dims[dim] for i in range(a, b)] for dim in range(outer))
+    for index in product(*indices):
+        yield sum(i * stride for i, stride in zip(index, strides[:outer], strict=True))

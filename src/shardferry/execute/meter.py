@@ -1,0 +1,35 @@
+"""Counts the memory a load uses beside the tensors it fills, against its budget."""
+
+from __future__ import annotations
+
+import threading
+
+from shardferry.errors import InvalidInputError
+from shardferry.units import MIB, format_bytes
+
+# Below this, staging buffers would be so small that calls cost more than bytes.
+MIN_BUDGET_BYTES = 8 * MIB
+
+
+class Meter:
+    """Bytes of buffers held now and at most; threads may share it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Start with nothing held.
+
+        Raises:
+            InvalidInputError: If the budget is too small to work with.
+        """
+        if budget_bytes < MIN_BUDGET_BYTES:
+            message = f"budget_bytes is {budget_bytes}; loading needs at least {format_bytes(MIN_BUDGET_BYTES)}"
+            raise InvalidInputError(message)
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """Count a buffer that was just made, or with a negative number one that is gone."""
+        with self._lock:
+            self._held += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._held)

@@ -1,0 +1,35 @@
+"""Which ranks share a node, and so a page cache and a network link."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from shardferry.errors import InvalidInputError
+
+# More threads than this per rank gained nothing (measured on local disks).
+MAX_READ_THREADS = 4
+
+
+def nodes_of(hosts: Sequence[str], node_of_rank: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the node of every rank, counted from 0 in rank order.
+
+    Args:
+        hosts: Identity of the machine each rank runs on.
+        node_of_rank: What the caller says instead, one number per rank.
+
+    Raises:
+        InvalidInputError: If `node_of_rank` does not have one entry per rank.
+    """
+    if node_of_rank is not None and len(node_of_rank) != len(hosts):
+        message = f"node_of_rank has {len(node_of_rank)} entries for {len(hosts)} ranks"
+        raise InvalidInputError(message)
+    said = list(hosts) if node_of_rank is None else [str(node) for node in node_of_rank]
+    numbers = {identity: number for number, identity in enumerate(dict.fromkeys(said))}
+    return tuple(numbers[identity] for identity in said)
+
+
+def read_threads(nodes: Sequence[int], rank: int) -> int:
+    """Return how many threads a rank should read with, given who shares its node's processors."""
+    usable = len(os.sched_getaffinity(0))
+    return max(1, min(MAX_READ_THREADS, usable // list(nodes).count(nodes[rank])))

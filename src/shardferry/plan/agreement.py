@@ -1,0 +1,248 @@
+"""Whether all ranks mean the same tensors: tables small enough to exchange among a thousand ranks.
+
+A model has few patterns: combinations of shape, dtype and layout. A rank tells per pattern how many names it has and
+a hash of the set of names, never the names. Every rank that a layout names as a holder must tell the same. Only when
+they do not are names exchanged, to say which one differs.
+
+The names a rank uses of the checkpoint travel as a bit set over the index that all ranks share.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from shardferry.errors import ShardingError
+from shardferry.format.index import CheckpointIndex
+from shardferry.geometry.sharding import MeshLayout
+from shardferry.plan.match import Matching, Problems, natural_key
+from shardferry.plan.target import Layout, Target, fitting_layouts, holders_of
+
+# Names a rank tells of a pattern on which ranks disagree; enough to find the first difference of real models.
+MAX_EXPLAINED = 2000
+
+
+class Row(NamedTuple):
+    """What one rank says of one pattern.
+
+    Attributes:
+        pattern: Hash of shape, dtype and layouts.
+        num_holders: Ranks the layout names; 0 for tensors nobody declared to be cut.
+        num_layouts: Layouts the notation can mean.
+        fits: Bit i is set if the local sizes of all the rank's tensors fit layout i.
+        count: Tensors of the pattern on this rank.
+        names: Sum of the hashes of their names, modulo 2**64.
+    """
+
+    pattern: int
+    num_holders: int
+    num_layouts: int
+    fits: int
+    count: int
+    names: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All that a rank tells the others about its targets.
+
+    Attributes:
+        rows: One per pattern.
+        undeclared: Count and name hash of the targets nobody declared to be cut.
+        used: Bit set over the checkpoint's names: what this rank's targets are made of.
+        ignored: Bit set likewise: what its model does not load on purpose.
+        problems: What does not fit on this rank.
+    """
+
+    rows: tuple[Row, ...]
+    undeclared: tuple[int, int]
+    used: str
+    ignored: str
+    problems: Problems
+
+
+def make_table(index: CheckpointIndex, matching: Matching, rank: int) -> Table:
+    """Return what this rank has to tell."""
+    groups: dict[int, list[Target]] = defaultdict(list)
+    fits: dict[int, int] = {}
+    for target, source, _ in matching.matches:
+        pattern = pattern_of(target)
+        groups[pattern].append(target)
+        if target.layouts:
+            mask = sum(1 << index for index in fitting_layouts(target, source.shape, rank))
+            fits[pattern] = fits.get(pattern, mask) & mask
+    rows = tuple(_row(pattern, targets, fits.get(pattern, 0)) for pattern, targets in groups.items())
+    plain = [target.name for target, _, _ in matching.matches if not target.layouts]
+    used, ignored = (_pack(index, names) for names in (matching.used, matching.ignored))
+    return Table(rows, (len(plain), hash_names(plain)), used, ignored, matching.problems)
+
+
+def table_to_bytes(table: Table) -> bytes:
+    """Return the table for other ranks to decode."""
+    return json.dumps(
+        [table.rows, table.undeclared, table.used, table.ignored, asdict(table.problems)], separators=(",", ":")
+    ).encode()
+
+
+def table_from_bytes(data: bytes) -> Table:
+    """Return the table that `table_to_bytes` encoded."""
+    rows, undeclared, used, ignored, problems = json.loads(data)
+    return Table(tuple(Row(*row) for row in rows), tuple(undeclared), used, ignored, Problems(**problems))
+
+
+def names_in(index: CheckpointIndex, packed: Iterable[str]) -> list[str]:
+    """Return the checkpoint's names that any of the bit sets contains, in the index's order."""
+    names = list(index.tensors)
+    union = np.zeros(-(-len(names) // 8), np.uint8)
+    for bits in packed:
+        union |= np.frombuffer(zlib.decompress(base64.b64decode(bits)), np.uint8)
+    return [names[position] for position in np.flatnonzero(np.unpackbits(union, count=len(names)))]
+
+
+def disputed(tables: Sequence[Table]) -> frozenset[int]:
+    """Return the patterns on which ranks disagree; the same on every rank that has all tables.
+
+    A pattern is disputed if one of the ranks its layout names does not have the same names under it, or if ranks
+    with the same undeclared names put them under different patterns.
+    """
+    rows: dict[int, list[Row]] = defaultdict(list)
+    for table in tables:
+        for row in table.rows:
+            rows[row.pattern].append(row)
+    wrong = {pattern for pattern, told in rows.items() if told[0].num_holders and not _all_tell(told)}
+    plain: dict[tuple[int, int], set[Row]] = {}
+    for table in tables:
+        mine = {row for row in table.rows if not row.num_holders}
+        first = plain.setdefault(table.undeclared, mine)
+        wrong |= {row.pattern for row in first ^ mine}
+    return frozenset(wrong)
+
+
+def choose_layouts(tables: Sequence[Table]) -> dict[int, tuple[int, ...]]:
+    """Return, for every pattern that a layout cuts, the layouts that fit the local sizes on all ranks."""
+    fits: dict[int, int] = {}
+    for table in tables:
+        for row in table.rows:
+            if row.num_holders:
+                fits[row.pattern] = fits.get(row.pattern, row.fits) & row.fits
+    return {pattern: tuple(i for i in range(mask.bit_length()) if mask >> i & 1) for pattern, mask in fits.items()}
+
+
+def check_choice(target: Target, fitting: Sequence[int], rank: int) -> int:
+    """Return the one layout of a target that fits, as an index.
+
+    Raises:
+        ShardingError: If none fits, or several do and nothing tells them apart.
+    """
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        message = (
+            f"{target.name}: its placements can mean two layouts that differ, (FSDP2 over tensor parallel cuts the "
+            "tensor-parallel axis first, distribute_tensor the first axis), and the local sizes fit both. Pass "
+            "model= (the sharded model the state dict comes from) or shardings= to say which"
+        )
+        raise ShardingError(message)
+    message = (
+        f"{target.name}: rank {rank} holds a local tensor of shape {list(target.local_shape)}, which its layout "
+        f"{describe_layout(target)} does not give for global shape {list(target.shape or ())} on every rank. Check "
+        "the placements, or give the true layout with shardings="
+    )
+    raise ShardingError(message)
+
+
+def explain(targets: Iterable[Target], patterns: frozenset[int]) -> bytes:
+    """Return the names and layouts this rank has under disputed patterns, for `raise_dispute`."""
+    mine = [(target.name, describe_layout(target)) for target in targets if pattern_of(target) in patterns]
+    return json.dumps(sorted(mine, key=lambda item: natural_key(item[0]))[:MAX_EXPLAINED]).encode()
+
+
+def raise_dispute(told: Sequence[bytes]) -> None:
+    """Raise the error that names the first tensor on which ranks disagree, and the ranks.
+
+    Args:
+        told: What `explain` returned on every rank, in rank order.
+
+    Raises:
+        ShardingError: Always.
+    """
+    by_name: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, data in enumerate(told):
+        for name, text in json.loads(data):
+            by_name[name][text].append(rank)
+    views = {name: texts for name, texts in by_name.items() if _differs(texts, by_name)}
+    name = min(views or by_name, key=natural_key)
+    texts = dict(by_name[name])
+    absent = sorted(set(range(len(told))) - {rank for ranks in texts.values() for rank in ranks})
+    said = "; ".join(f"ranks {_ranges(ranks)} have {text}" for text, ranks in texts.items())
+    lacking = f"; ranks {_ranges(absent)} do not have it so" if absent else ""
+    message = f"ranks disagree about {name}: {said}{lacking}. Build the same model with the same mesh on every rank"
+    raise ShardingError(message)
+
+
+def pattern_of(target: Target) -> int:
+    """Return a 62-bit hash of everything about a target but its name."""
+    return _pattern(target.dtype, target.shape, target.layouts, () if target.layouts else target.local_shape)
+
+
+def hash_names(names: Iterable[str]) -> int:
+    """Return a hash of a set of names that does not depend on their order."""
+    total = sum(int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") for name in names)
+    return total % (1 << 64)
+
+
+def describe_layout(target: Target) -> str:
+    """Return a target's dtype, shape and layout in words for an error."""
+    words = f"{target.dtype} {list(target.shape or target.local_shape)}"
+    if not target.layouts:
+        return f"{words} as a plain tensor"
+    layout = target.layouts[0]
+    if not isinstance(layout, MeshLayout):
+        return f"{words} with a sharding given for {len(layout.regions)} ranks"
+    cuts = ", ".join(f"dim {cut.dim} over axis {cut.axis}" for cut in layout.splits) or "replicated"
+    return f"{words} on a mesh of shape {layout.mesh_shape} ({cuts})"
+
+
+@lru_cache(maxsize=4096)
+def _pattern(dtype: str, shape: tuple[int, ...] | None, layouts: tuple[Layout, ...], local: tuple[int, ...]) -> int:
+    text = repr((dtype, shape, layouts, local))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def _row(pattern: int, targets: Sequence[Target], fits: int) -> Row:
+    layouts = targets[0].layouts
+    holders = len(holders_of(layouts[0])) if layouts else 0
+    return Row(pattern, holders, len(layouts), fits, len(targets), hash_names(target.name for target in targets))
+
+
+def _all_tell(told: Sequence[Row]) -> bool:
+    return len(told) == told[0].num_holders and len({(row.count, row.names) for row in told}) == 1
+
+
+def _pack(index: CheckpointIndex, names: frozenset[str]) -> str:
+    bits = np.fromiter((name in names for name in index.tensors), np.bool_, len(index.tensors))
+    return base64.b64encode(zlib.compress(np.packbits(bits).tobytes(), 1)).decode("ascii")
+
+
+def _differs(texts: Mapping[str, Sequence[int]], by_name: Mapping[str, Mapping[str, Sequence[int]]]) -> bool:
+    most = max(sum(len(ranks) for ranks in other.values()) for other in by_name.values())
+    return len(texts) > 1 or sum(len(ranks) for ranks in texts.values()) < most
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

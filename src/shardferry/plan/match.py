@@ -1,0 +1,172 @@
+"""Match what a model wants with what a checkpoint holds, by name, shape and dtype.
+
+Names that do not fit are collected by class, not raised one by one: the lists of all ranks make one error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardferry.convert.ops import Expression, Stored, leaves
+from shardferry.errors import MismatchError
+from shardferry.format.index import CheckpointIndex
+from shardferry.plan.target import Target
+
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+# Names listed per class in an error; the rest is counted.
+LISTED = 20
+
+_CLASSES = {
+    "missing": "the model wants them, the checkpoint lacks them; strict=False loads the rest and reports them",
+    "unexpected": "the checkpoint has them, no rank's model does; strict=False loads the rest and reports them",
+    "shape": "the shapes differ",
+    "dtype": "the dtypes differ and are not cast",
+    "unfilled": "non-persistent buffers still on the meta device, which no checkpoint fills; compute them first, for "
+    "a transformers model with shardferry.torch.transformers.initialize_buffers(model)",
+}
+
+
+@dataclass(slots=True)
+class Problems:
+    """Names that do not fit, by class; a name may carry an explanation after a colon."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shape: list[str] = field(default_factory=list)
+    dtype: list[str] = field(default_factory=list)
+    unfilled: list[str] = field(default_factory=list)
+
+
+class Match(NamedTuple):
+    """A target and what fills it.
+
+    Attributes:
+        target: What the model wants.
+        source: How it is made of stored tensors.
+        cast: Whether its dtype is not the stored one.
+    """
+
+    target: Target
+    source: Expression
+    cast: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """What one rank loads, and what does not fit.
+
+    Attributes:
+        matches: Targets that can be filled.
+        used: Checkpoint names they are made of.
+        ignored: Checkpoint names this rank's model does not load on purpose.
+        problems: What does not fit on this rank.
+    """
+
+    matches: tuple[Match, ...]
+    used: frozenset[str]
+    ignored: frozenset[str]
+    problems: Problems
+
+
+class Rules(NamedTuple):
+    """How a model and a checkpoint are matched.
+
+    Attributes:
+        sources: How targets are made of stored tensors, by target name; a name not listed is stored under itself.
+        cast: Whether a floating dtype may be cast to the model's.
+        ignorable: Whether a checkpoint name is of no use to this model on purpose.
+    """
+
+    sources: Mapping[str, Expression]
+    cast: bool
+    ignorable: Callable[[str], bool]
+
+
+def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rules) -> Matching:
+    """Return what fills each target, and every name that does not fit."""
+    problems = Problems()
+    matches: list[Match] = []
+    used: set[str] = set()
+    others: set[str] = set()
+    for target in targets:
+        found = _find(index, target, rules.sources)
+        if found is None:
+            problems.missing.append(target.name)
+            continue
+        name, source = found
+        others.update(other for other in target.names if other != name)
+        names = {leaf.key for leaf in leaves(source)}
+        used |= names
+        stored = {index.tensors[key].dtype for key in names}
+        if _fits(target, source, stored, rules.cast, problems):
+            matches.append(Match(target, source, stored != {target.dtype}))
+    ignored = {name for name in index.tensors if name not in used and (name in others or rules.ignorable(name))}
+    return Matching(tuple(matches), frozenset(used), frozenset(ignored), problems)
+
+
+def merge_problems(parts: Sequence[Problems]) -> Problems:
+    """Return the lists of all ranks as one, each name once, in natural order."""
+    merged = Problems()
+    for kind in _CLASSES:
+        names = {name for part in parts for name in getattr(part, kind)}
+        setattr(merged, kind, sorted(names, key=natural_key))
+    return merged
+
+
+def raise_problems(problems: Problems, *, strict: bool) -> None:
+    """Raise one error for everything that stands in the way of a load.
+
+    Raises:
+        MismatchError: Listing the names by class.
+    """
+    tolerated = () if strict else ("missing", "unexpected")
+    lines = [
+        _line(kind, getattr(problems, kind)) for kind in _CLASSES if getattr(problems, kind) and kind not in tolerated
+    ]
+    if lines:
+        message = "model and checkpoint do not fit, nothing was read:\n" + "\n".join(lines)
+        raise MismatchError(message)
+
+
+def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a sort key under which layer 2 comes before layer 10."""
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"([0-9]+)", name) if part)
+
+
+def _find(
+    index: CheckpointIndex, target: Target, sources: Mapping[str, Expression]
+) -> tuple[str, Expression] | None:
+    for name, source in _candidates(index, target, sources):
+        if all(leaf.key in index.tensors for leaf in leaves(source)):
+            return name, source
+    return None
+
+
+def _candidates(
+    index: CheckpointIndex, target: Target, sources: Mapping[str, Expression]
+) -> Iterator[tuple[str, Expression]]:
+    for name in target.names:
+        if name in sources:
+            yield name, sources[name]
+        elif name in index.tensors:
+            yield name, Stored(name, index.tensors[name].shape)
+
+
+def _fits(target: Target, source: Expression, stored: set[str], cast: bool, problems: Problems) -> bool:  # noqa: FBT001
+    if target.shape is not None and target.shape != source.shape:
+        problems.shape.append(f"{target.name}: model {list(target.shape)}, checkpoint {list(source.shape)}")
+        return False
+    wrong = sorted(dtype for dtype in stored if dtype != target.dtype and not (cast and {dtype, target.dtype} <= FLOATS))
+    if wrong:
+        problems.dtype.append(f"{target.name}: model {target.dtype}, checkpoint {', '.join(wrong)}")
+        return False
+    return True
+
+
+def _line(kind: str, names: list[str]) -> str:
+    more = f"\n    and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    listed = "".join(f"\n    {name}" for name in names[:LISTED])
+    return f"  {kind} ({len(names)}; {_CLASSES[kind]}):{listed}{more}"

@@ -1,0 +1,77 @@
+"""What one rank's model offers to be filled, in neutral words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardferry.errors import ShardingError
+from shardferry.geometry.region import Region, whole
+from shardferry.geometry.sharding import MeshLayout, Sharding, region_at
+
+Layout = MeshLayout | Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor of the model, and how it is cut over the ranks.
+
+    Attributes:
+        names: The model's names for this memory; more than one if the model ties them.
+        dtype: safetensors name of its dtype.
+        shape: Global shape in elements as the file counts them; None if only the checkpoint can tell.
+        local_shape: Shape of what this rank holds, counted likewise.
+        layouts: The layouts its notation can mean, nearly always one; empty for a tensor nobody declared to be cut,
+            of which this rank holds the whole.
+    """
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...] | None
+    local_shape: tuple[int, ...]
+    layouts: tuple[Layout, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name errors and reports use."""
+        return self.names[0]
+
+
+def region_of(layout: Layout | None, shape: tuple[int, ...], rank: int) -> Region | None:
+    """Return the region a rank holds of a tensor of global `shape`; None if the rank does not have the tensor.
+
+    Raises:
+        ShardingError: If the layout is for another shape.
+    """
+    if layout is None:
+        return whole(shape)
+    if isinstance(layout, MeshLayout):
+        return region_at(shape, layout, layout.ranks.index(rank)) if rank in layout.ranks else None
+    if layout.shape != shape:
+        message = f"the sharding given is for shape {layout.shape}, but the tensor has shape {shape}"
+        raise ShardingError(message)
+    return layout.regions[rank] if rank < len(layout.regions) else None
+
+
+def fitting_layouts(target: Target, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return the indices of the target's layouts under which this rank's local shape is right."""
+    fitting = []
+    for index, layout in enumerate(target.layouts):
+        region = region_of(layout, shape, rank)
+        if region is not None and region.shape == target.local_shape:
+            fitting.append(index)
+    return tuple(fitting)
+
+
+def holders_of(layout: Layout) -> tuple[int, ...]:
+    """Return the ranks that have the tensor, ascending."""
+    if isinstance(layout, MeshLayout):
+        return tuple(sorted(layout.ranks))
+    return tuple(rank for rank, region in enumerate(layout.regions) if region is not None)
+
+
+def resolve(targets: tuple[Target, ...], chosen: Mapping[str, int]) -> dict[str, Layout | None]:
+    """Return the layout of every target, by name, given the index agreed for those with several."""
+    return {
+        target.name: target.layouts[chosen.get(target.name, 0)] if target.layouts else None for target in targets
+    }

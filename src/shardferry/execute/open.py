@@ -1,0 +1,73 @@
+"""Opens a checkpoint: a path becomes an index, an error that lists everything wrong, or warnings.
+
+Nothing but headers and an index file is read. This is the only place that decides, from the caller's `strict`, what a
+problem means.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+
+from shardferry.errors import CheckpointWarning, InvalidInputError
+from shardferry.format.checkpoint import read_checkpoint
+from shardferry.format.index import CheckpointIndex
+from shardferry.format.problem import Problem, refusal, remarks
+from shardferry.storage.files import LocalFiles
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, strict: bool = True, variant: str | None = None
+) -> CheckpointIndex:
+    """Return the index of a checkpoint after reading and checking every header; no tensor is read.
+
+    Args:
+        path: A safetensors file; a folder with or without an index, a snapshot of the Hugging Face cache, a folder of
+            PyTorch's rank files; or an index file. A folder with both `model.safetensors` and an index is refused:
+            name one of the two.
+        strict: False goes on where the format forbids what common readers load; every such choice becomes a warning.
+        variant: Which variant to open of a folder that holds several, e.g. `"fp16"` for `model.fp16.safetensors`.
+
+    Returns:
+        Every tensor's dtype, shape, file and bytes. What is odd but harmless is in its `warnings`, and warned about.
+
+    Raises:
+        CheckpointNotFoundError: If there is no checkpoint, or files of it are missing; all are listed.
+        CheckpointError: If files break the format or the index does not fit them; everything found is listed.
+        StorageError: If a file is there but cannot be read.
+        InvalidInputError: If `variant` is given for a single file.
+    """
+    index, problems = survey_checkpoint(path, variant=variant)
+    error = refusal(problems, os.fspath(path), strict=strict)
+    if error is not None:
+        raise error
+    texts = remarks(problems)
+    for text in texts:
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+    return replace(index, warnings=texts)
+
+
+def survey_checkpoint(
+    path: str | os.PathLike[str], *, variant: str | None
+) -> tuple[CheckpointIndex, tuple[Problem, ...]]:
+    """Return what can be made of a checkpoint and everything that is wrong with it, acceptable or not.
+
+    The index must not be used for loading while a problem of severity `fatal` or `missing` is among them.
+
+    Raises:
+        CheckpointNotFoundError: If there is nothing at `path`.
+        StorageError: If a file is there but cannot be read.
+        InvalidInputError: If `variant` is given for a single file.
+    """
+    where = os.path.abspath(os.fspath(path))
+    if os.path.isdir(where):
+        files, entry = LocalFiles(where), None
+    else:
+        folder, entry = os.path.split(where)
+        files = LocalFiles(folder)
+        files.size(entry)  # raises if it is not there
+        if variant is not None:
+            raise InvalidInputError(f"variant={variant!r} chooses among the files of a folder, but {where} is a file")
+    index, problems = read_checkpoint(files, entry, variant)
+    return index, tuple(problems)

@@ -1,0 +1,139 @@
+"""The group of ranks behind torch.distributed's default process group.
+
+Only its store, rank and world size are used. No collective runs, so neither the backend nor the time-outs that the
+process group was made with matter here.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported without __all__
+
+from shardferry.transport.connect import LOOPBACK, connect
+from shardferry.transport.host import this_host
+from shardferry.transport.solo import SoloGroup
+
+if TYPE_CHECKING:
+    from shardferry.transport.base import Group
+
+# An address that is never assigned (RFC 5737): asking for the way to it gives the address on the default route, and a
+# UDP socket sends nothing to find out.
+UNASSIGNED_ADDRESS = "192.0.2.1"
+
+# Looking for a key costs 0.1 ms; a guess: the first looks come quickly, later ones spare a store with a thousand ranks.
+FIRST_LOOK_S = 0.001
+LAST_LOOK_S = 0.25
+
+
+def open_group(timeout_s: float) -> Group:
+    """Return the group of the default process group's ranks, or of this process alone. Collective.
+
+    Each call is a group of its own: a store key counts this rank's calls, so calls pair up in the order in which the
+    ranks make them, also after a failure. Close the group, best with `with`.
+
+    Args:
+        timeout_s: How long a rank may be stopped, unreachable or missing before it counts as lost. A rank that
+            works may take any time.
+
+    Raises:
+        RankFailedError: If a rank failed or did not call within `timeout_s`.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return SoloGroup()
+    rank = dist.get_rank()
+    # A clone has a connection of its own: a thread of the user's that waits in the original cannot block it.
+    default_store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
+    store = default_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    calls = PrefixStore("shardferry", store)
+    call = calls.add(f"calls-of-rank-{rank}", 1)
+    return connect(
+        StoreRendezvous(PrefixStore(f"call-{call}", calls)),
+        rank,
+        dist.get_world_size(),
+        host=this_host(),
+        bind_address=lambda: _address_towards(store),
+        timeout_s=timeout_s,
+    )
+
+
+class StoreRendezvous:
+    """A rendezvous in a torch store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leave `value` under `key`."""
+        self._store.set(key, value)  # type: ignore[arg-type]  # torch's stubs know only str
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value under `key`, waiting up to `timeout_s` for it.
+
+        It looks now and then: `Store.wait` would keep signals out until it returns, and write a warning when it gives
+        up.
+
+        Raises:
+            TimeoutError: If nobody left a value in time.
+            ConnectionError: If the store is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = FIRST_LOOK_S
+        try:
+            while not self._store.check([key]):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise TimeoutError(f"no value for {key!r} after {timeout_s:g} s")
+                time.sleep(min(pause_s, remaining_s))
+                pause_s = min(2 * pause_s, LAST_LOOK_S)
+            value: bytes = self._store.get(key)
+        except RuntimeError as error:  # torch's own errors for a store derive from it
+            raise ConnectionError(str(error)) from error
+        return value
+
+    def delete(self, key: str) -> None:
+        """Remove the value under `key`."""
+        self._store.delete_key(key)
+
+
+def _address_towards(store: Store) -> str:
+    """Return the address of this host that the other ranks reach, as far as the store tells.
+
+    They all reach the machine of a TCP store, so this host's address on the way there is good for them too. A file or a
+    dictionary is taken to be local.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return LOOPBACK
+    address = _address_on_way_to(store.host, store.port) or LOOPBACK
+    # Some distributions map a machine's own name to the loopback address; the other machines know better.
+    if ipaddress.ip_address(address).is_loopback and not _means_loopback(store.host):
+        return _address_on_way_to(UNASSIGNED_ADDRESS, store.port) or address
+    return address
+
+
+def _means_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address_on_way_to(host: str, port: int) -> str | None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, target in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(target)
+            except OSError:
+                continue  # no way to this one; the next may have
+            return str(probe.getsockname()[0])
+    return None

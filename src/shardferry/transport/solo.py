@@ -1,0 +1,45 @@
+"""The group of one rank: no sockets, no threads, and no one to fail with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from shardferry.transport.host import host_identities, this_host
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class SoloGroup:
+    """A group whose only rank is this process; errors simply stay this rank's own."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.hosts = host_identities([this_host()])
+
+    def enter(self, step: str) -> None:
+        """Do nothing: there is no one to tell."""
+
+    def exchange(self, step: str, payload: bytes) -> tuple[bytes, ...]:  # noqa: ARG002 - the step is for other ranks
+        """Return this rank's payload."""
+        return (payload,)
+
+    def fail(self, step: str, cause: str) -> None:
+        """Do nothing: there is no one to tell."""
+
+    def check(self) -> None:
+        """Do nothing: no other rank can fail."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def __enter__(self) -> Self:
+        """Return the group."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Do nothing: nothing is held."""

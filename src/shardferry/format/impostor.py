@@ -21,7 +21,7 @@ _SHORT_MAGIC: tuple[tuple[bytes, str], ...] = (
 )
 _MARKUP = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|html|head|body|\?xml|error|!--)", re.IGNORECASE)
 _LFS_SIZE = re.compile(rb"^size (\d{1,20})$", re.MULTILINE)
-_TEXT = re.compile(rb"(?:\xef\xbb\xbf)?[\t\n\r\x20-\x7e]{2}")
+_TEXT = re.compile(rb"(?:\xef\xbb\xbf)?(?:[\t\n\r\x20-\x7e]{8}|[\t\n\r\x20-\x7e]{1,7}\Z)")
 
 
 def impostor(raw: bytes) -> str | None:

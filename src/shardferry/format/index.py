@@ -97,6 +97,7 @@ class CheckpointIndex:
     def to_bytes(self) -> bytes:
         """Return a compact form of the whole index, for `from_bytes` on another rank."""
         number = {file: i for i, file in enumerate(self.files)}
+        kinds: dict[tuple[str, tuple[int, ...]], int] = {}
         infos = self.tensors.values()
         columns = {
             "root": self.root,
@@ -104,15 +105,16 @@ class CheckpointIndex:
             "metadata": self.metadata,
             "warnings": self.warnings,
             "names": list(self.tensors),
-            "dtypes": [info.dtype for info in infos],
-            "shapes": [info.shape for info in infos],
+            "tensor_kinds": [kinds.setdefault((info.dtype, info.shape), len(kinds)) for info in infos],
             "tensor_files": [number[info.file] for info in infos],
-            "spans": [info.span for info in infos],
+            "starts": [info.span[0] for info in infos],
+            "stops": [info.span[1] for info in infos],
             "parts": {
                 name: [[number[p.file], p.span, p.offsets, p.shape] for p in info.parts]
                 for name, info in self.tensors.items()
                 if info.parts
             },
+            "kinds": list(kinds),  # a model has tens of (dtype, shape); columns of plain integers parse fastest
         }
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), _ZLIB_LEVEL)
 
@@ -129,16 +131,11 @@ class CheckpointIndex:
             )
             for name, boxes in columns["parts"].items()
         }
-        rows = zip(
-            columns["names"],
-            columns["dtypes"],
-            columns["shapes"],
-            columns["tensor_files"],
-            columns["spans"],
-            strict=True,
-        )
+        kinds = [(dtype, tuple(shape)) for dtype, shape in columns["kinds"]]
+        keys = ("names", "tensor_kinds", "tensor_files", "starts", "stops")
+        rows = zip(*(columns[key] for key in keys), strict=True)
         tensors = {
-            name: TensorInfo(dtype, tuple(shape), file_names[file], (start, stop), parts.get(name, ()))
-            for name, dtype, shape, file, (start, stop) in rows
+            name: TensorInfo(kinds[kind][0], kinds[kind][1], file_names[file], (start, stop), parts.get(name, ()))
+            for name, kind, file, start, stop in rows
         }
         return cls(columns["root"], tensors, files, columns["metadata"], tuple(columns["warnings"]))

@@ -1,0 +1,74 @@
+"""How long do 4 processes take to load their tensor-parallel parts, beside what else a user has?
+
+    python -m benchmarks.load_torch --kind dense --scale-gb 1 --rounds 4
+
+Compares `load_state_dict` and `load_model` with safetensors' slices, torch's distributed checkpoint, transformers'
+`tp_plan`, and the limit: a copy into huge pages without any library. Each loader runs in processes of its own, once
+a round; rounds are interleaved and their order rotates. A result that still is a view of a file is copied on the
+clock, and bytes are checked after it. The cold rows need root only where the page cache cannot be dropped file by
+file. Prints ratios, and writes the raw records to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.checkpoints import make_checkpoint
+from benchmarks.load_peers import LOADERS
+from benchmarks.load_table import print_tables
+from benchmarks.machine import machine
+
+RESULTS = Path(__file__).parent / "results"
+NUM_RANKS = 4
+
+
+def main() -> None:
+    """Make the checkpoint, run the rounds, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("dense", "moe", "moe_packed"), default="dense")
+    parser.add_argument("--scale-gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
+    parser.add_argument("--folder", type=Path, help="keep the checkpoint here (default: a temporary folder)")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="shardferry-benchmark-"))
+    records = RESULTS / f"load_torch-{arguments.kind}-{arguments.scale_gb:g}gb.jsonl"
+    RESULTS.mkdir(exist_ok=True)
+    records.write_text(json.dumps(machine() | {"kind": arguments.kind, "scale_gb": arguments.scale_gb}) + "\n")
+    try:
+        checkpoint = folder / f"{arguments.kind}-{arguments.scale_gb:g}gb"
+        make_checkpoint(checkpoint, arguments.kind, arguments.scale_gb)
+        loaders = _that_can_load(arguments.kind, arguments.loaders)
+        for round_ in range(arguments.rounds):
+            for turn in range(len(loaders)):
+                _run(loaders[(turn + round_ * (len(loaders) // 2 + 1)) % len(loaders)], checkpoint, records, round_)
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder)
+    print_tables([json.loads(line) for line in records.read_text().splitlines()[1:]])
+
+
+def _that_can_load(kind: str, loaders: list[str]) -> list[str]:
+    """Transformers has no model whose checkpoint holds packed experts in this form."""
+    return [loader for loader in loaders if not (kind == "moe_packed" and loader == "transformers")]
+
+
+def _run(loader: str, checkpoint: Path, records: Path, round_: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    command += ["-m", "benchmarks.load_worker", loader, str(checkpoint), str(records), str(round_)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    print(f"round {round_} {loader}: {'done' if run.returncode == 0 else 'FAILED'}", flush=True)
+    if run.returncode != 0:
+        print(run.stderr[-2000:], file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""One process of the load benchmark, under torchrun: one loader, called a few times, one record per call and rank.
+
+Started by `load_torch.py`. The clock of a rank runs from a barrier to its own return; a call takes as long as its
+slowest rank. Reading or dropping the page cache before, and checking the bytes after, are off the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from benchmarks.checkpoints import stored_tensors
+from benchmarks.load_job import held_bytes, make_job, wrong_tensor
+from benchmarks.load_peers import LOADERS
+from benchmarks.measure import Meter, bring_into_page_cache, drop_from_page_cache
+
+if TYPE_CHECKING:
+    from benchmarks.load_table import Record
+from torch.distributed.device_mesh import init_device_mesh
+
+# The first call pays for imports and a cold allocator: it is recorded, and left out of the ratios.
+SCHEDULE: tuple[Literal["first", "warm", "cold"], ...] = ("first", "warm", "warm", "cold")
+
+
+def main() -> None:
+    """Run the schedule; collective."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("loader", choices=LOADERS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("round", type=int)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    stored = stored_tensors(arguments.folder)
+    job = make_job(arguments.folder, stored, mesh)
+    files = sorted({tensor.file for tensor in stored.values()})
+    for cache in SCHEDULE:
+        if dist.get_rank() == 0:
+            (drop_from_page_cache if cache == "cold" else bring_into_page_cache)(files)
+        dist.barrier()
+        with Meter() as meter:
+            loaded = LOADERS[arguments.loader](job)
+        record: Record = {
+            "loader": arguments.loader,
+            "round": arguments.round,
+            "cache": cache,
+            "rank": dist.get_rank(),
+            "seconds": round(meter.seconds, 4),
+            "wanted_bytes": sum(part.num_bytes for part in job.parts.values()),
+            "held_bytes": held_bytes(loaded),
+            "peak_bytes": meter.peak_bytes,
+            "disk_bytes": meter.disk_bytes,
+            "wrong": wrong_tensor(job.parts, loaded),
+        }
+        # One write of one line: ranks append to the same file.
+        with arguments.records.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+        del loaded
+        gc.collect()
+        dist.barrier()
+    # Some loaders leave threads or communicators that do not end in time; everything is on disk.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What the benchmarks read from the kernel: page cache, bytes from disk, private memory.
+
+Answers no question itself. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SAMPLE_SECONDS = 0.02
+BLOCK_BYTES = 8 << 20
+
+
+class Meter:
+    """Times a block and samples how far private memory grows in it.
+
+    Private memory is resident anonymous memory and shared memory: the pages of a mapped file are not counted, they
+    belong to the page cache.
+    """
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.seconds = 0.0
+        self._start_memory = self._peak = private_bytes()
+        self._start_disk = disk_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start
+        self._stop.set()
+        self._thread.join()
+        self._peak = max(self._peak, private_bytes())
+        self.peak_bytes = self._peak - self._start_memory
+        self.disk_bytes = disk_bytes() - self._start_disk
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self._peak = max(self._peak, private_bytes())
+
+
+def private_bytes() -> int:
+    """Return this process's resident memory that no file backs."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+def disk_bytes() -> int:
+    """Return the bytes the kernel has fetched from disks for this process."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def drop_from_page_cache(files: Iterable[Path]) -> None:
+    """Drop the files' clean pages; what a rank then reads shows in its `disk_bytes`."""
+    os.sync()
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def bring_into_page_cache(files: Iterable[Path]) -> None:
+    """Read the files once."""
+    block = bytearray(BLOCK_BYTES)
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(block):
+                pass
+
+
+def file_mappings() -> tuple[tuple[int, int], ...]:
+    """Return the address ranges [start, stop) where this process maps a safetensors file."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if ".safetensors" in line:
+            start, stop = line.split(" ", 1)[0].split("-")
+            found.append((int(start, 16), int(stop, 16)))
+    return tuple(found)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardferry.errors import CheckpointWarning, InvalidInputError
 from shardferry.format.checkpoint import read_checkpoint
-from shardferry.format.index import CheckpointIndex
 from shardferry.format.problem import Problem, refusal, remarks
 from shardferry.storage.files import LocalFiles
+
+if TYPE_CHECKING:
+    from shardferry.format.index import CheckpointIndex
 
 
 def open_checkpoint(
@@ -60,12 +64,12 @@ def survey_checkpoint(
         StorageError: If a file is there but cannot be read.
         InvalidInputError: If `variant` is given for a single file.
     """
-    where = os.path.abspath(os.fspath(path))
-    if os.path.isdir(where):
-        files, entry = LocalFiles(where), None
-    else:
-        folder, entry = os.path.split(where)
-        files = LocalFiles(folder)
+    where = Path(path).absolute()  # not resolved: the name of a link counts, not the name of its target
+    entry = None
+    files = LocalFiles(str(where))
+    if not where.is_dir():
+        entry = where.name
+        files = LocalFiles(str(where.parent))
         files.size(entry)  # raises if it is not there
         if variant is not None:
             raise InvalidInputError(f"variant={variant!r} chooses among the files of a folder, but {where} is a file")

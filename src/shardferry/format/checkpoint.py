@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from shardferry.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError
-from shardferry.format.files import Files
 from shardferry.format.fileset import FileSet, is_rank_file, select_files, stray_files
 from shardferry.format.header import Header, RawHeader, parse_header, read_raw_header
 from shardferry.format.hubindex import HubIndex, read_hub_index
 from shardferry.format.index import CheckpointIndex, FileInfo, TensorInfo
 from shardferry.format.problem import Problem, listed, shown
 from shardferry.format.rankfiles import SHARDING_INFO, merge_boxes, saved_offsets
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from shardferry.format.files import Files
 
 # Headers under way at once: hides the latency of network file systems; bounds memory to so many headers of 100 MB.
 _READERS = 8

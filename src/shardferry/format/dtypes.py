@@ -7,7 +7,10 @@ is the string of the header.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Bits per element, in the order of the crate's enum, which is also its order of alignment.
 BITS: dict[str, int] = {

@@ -9,12 +9,14 @@ else is opened. Without one and without a single file, every safetensors file co
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.format.problem import Findings, Problem, listed
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
 
 # In the order in which a folder that holds several is understood: a merged model may keep its adapter beside it.
 STEMS = ("model", "diffusion_pytorch_model", "adapter_model")

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 from shardferry.format.dtypes import BITS
-from shardferry.format.files import Files
 from shardferry.format.impostor import impostor
 from shardferry.format.index import FileInfo, TensorInfo
 from shardferry.format.problem import Findings, Problem, Severity, listed, shown
 from shardferry.format.strictjson import BadJsonError, Json, Twins, json_kind, parse_object
+
+if TYPE_CHECKING:
+    from shardferry.format.files import Files
 
 LENGTH_BYTES = 8
 # The crate refuses longer headers when reading and when writing; exactly this many bytes are allowed.

@@ -7,13 +7,15 @@ top. It is a promise, not the truth: what the files hold counts, and `checkpoint
 from __future__ import annotations
 
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.errors import CheckpointError
-from shardferry.format.files import Files
 from shardferry.format.impostor import impostor
 from shardferry.format.problem import Findings, Problem, listed, shown
 from shardferry.format.strictjson import BadJsonError, Json, json_kind, parse_object
+
+if TYPE_CHECKING:
+    from shardferry.format.files import Files
 
 # The Hub's tools stop at 10 MiB, which an index with one line per expert can exceed.
 MAX_INDEX_BYTES = 100_000_000

@@ -7,10 +7,12 @@ what a problem means for somebody who opens the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardferry.errors import CheckpointError, CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # missing: a file that is needed is not there.   fatal: nobody can say which bytes are meant.
 # strict:  the format forbids it, common readers load it; strict=False goes on with the choice the message states.

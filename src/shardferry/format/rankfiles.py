@@ -9,13 +9,17 @@ inside can.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from shardferry.format.header import Header
 from shardferry.format.index import Part, TensorInfo
 from shardferry.format.problem import Findings, Problem, shown
 from shardferry.format.strictjson import BadJsonError, json_kind, parse_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardferry.format.header import Header
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 

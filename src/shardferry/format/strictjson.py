@@ -57,8 +57,10 @@ def parse_object(raw: bytes) -> tuple[dict[str, Json], list[Twins]]:
         raise BadJsonError("is not acceptable JSON: it is nested too deeply") from error
     except BadJsonError:
         raise
-    except ValueError as error:  # also an integer of more digits than Python converts
+    except json.JSONDecodeError as error:
         raise BadJsonError(f"is not valid JSON: {error}") from error
+    except ValueError as error:  # Python refuses to convert thousands of digits, which takes time without bound
+        raise BadJsonError("is not acceptable JSON: an integer has thousands of digits") from error
     if not isinstance(value, dict):
         raise BadJsonError(f"must be a JSON object, not {json_kind(value)}")
     return value, twins

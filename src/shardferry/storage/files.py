@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardferry.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError, StorageError
 from shardferry.format.problem import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class LocalFiles:
             StorageError: If it cannot be listed.
         """
         try:
-            return tuple(sorted(os.listdir(self.root)))
+            return tuple(sorted(entry.name for entry in Path(self.root).iterdir()))
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{shown(self.root)} does not exist") from error
         except OSError as error:
@@ -47,18 +51,18 @@ class LocalFiles:
             CheckpointError: If it is no regular file.
             StorageError: If the file system does not tell.
         """
-        path = os.path.join(self.root, name)
+        path = Path(self.root, name)
         try:
-            found = os.stat(path)
+            found = path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFoundError(_missing(path)) from error
         except ValueError as error:  # a NUL in the name
-            raise CheckpointNotFoundError(f"{shown(path)} is missing: no file can have this name") from error
+            raise CheckpointNotFoundError(f"{shown(str(path))} is missing: no file can have this name") from error
         except OSError as error:
-            raise StorageError(f"{shown(path)} cannot be looked at: {error.strerror}") from error
+            raise StorageError(f"{shown(str(path))} cannot be looked at: {error.strerror}") from error
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
             kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
-            raise CheckpointError(f"{shown(path)} is {kind}, where a file of the checkpoint is expected")
+            raise CheckpointError(f"{shown(str(path))} is {kind}, where a file of the checkpoint is expected")
         return found.st_size
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -68,12 +72,12 @@ class LocalFiles:
             CheckpointChangedError: If the file ends before `stop`.
             StorageError: If reading fails.
         """
-        path = os.path.join(self.root, name)
+        path = Path(self.root, name)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file:
                 return _read_range(file.fileno(), path, start, stop)
         except OSError as error:
-            raise StorageError(f"{shown(path)} cannot be read: {error.strerror}") from error
+            raise StorageError(f"{shown(str(path))} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +118,19 @@ class MemoryFiles:
         return found
 
 
-def _missing(path: str) -> str:
-    if os.path.islink(path):
-        return f"{shown(path)} is a link to {shown(os.readlink(path))}, which is missing: fetch the file again"
-    return f"{shown(path)} is missing: no such file"
+def _missing(path: Path) -> str:
+    if path.is_symlink():
+        return f"{shown(str(path))} is a link to {shown(str(path.readlink()))}, which is missing: fetch the file again"
+    return f"{shown(str(path))} is missing: no such file"
 
 
-def _read_range(descriptor: int, path: str, start: int, stop: int) -> bytes:
+def _read_range(descriptor: int, path: Path, start: int, stop: int) -> bytes:
     pieces = []
     position = start
     while position < stop:
         piece = os.pread(descriptor, stop - position, position)
         if not piece:
-            raise CheckpointChangedError(_ended(shown(path), position, stop))
+            raise CheckpointChangedError(_ended(shown(str(path)), position, stop))
         pieces.append(piece)
         position += len(piece)
     return b"".join(pieces)

@@ -175,7 +175,7 @@ def _load_own_part(path: str, layout: Layout) -> tuple[torch.nn.Module, int]:
     layout.shard(model)
     shardferry.torch.transformers.initialize_buffers(model)
     report = shardferry.torch.load_model(model, path)
-    return model, report.bytes_read
+    return model, report.ranks[dist.get_rank()].bytes_read
 
 
 def _load_everything(path: str, layout: Layout) -> tuple[torch.nn.Module, int]:

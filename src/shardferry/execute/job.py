@@ -11,19 +11,19 @@ Each step succeeds on all ranks or raises on all ranks. Nothing but these four s
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import NamedTuple, Protocol
 
 from shardferry.execute.load import Destination, Settings, Staging, execute_load
 from shardferry.execute.meter import Meter
-from shardferry.execute.open import open_checkpoint, root_of
+from shardferry.execute.open import open_checkpoint
 from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
 from shardferry.execute.topology import nodes_of, read_threads
-from shardferry.format.index import CheckpointIndex, TensorInfo
-from shardferry.format.open import check_file
+from shardferry.format.index import CheckpointIndex, FileInfo, TensorInfo
+from shardferry.format.checkpoint import check_file
 from shardferry.plan.agreement import (
     Table,
     check_choice,
@@ -44,8 +44,15 @@ from shardferry.storage.files import LocalFiles
 from shardferry.storage.local import LocalStore
 from shardferry.transport.base import Group
 from shardferry.transport.together import together
+from shardferry.units import MIB
 
 logger = logging.getLogger(__name__)
+
+
+# Large enough that a call costs nothing beside its bytes, small enough that threads share a tensor.
+PIECE_BYTES = 16 * MIB
+# What one thread may hold of the budget, in pieces: a ring of three, what a cast needs beside it, and a block of rows.
+BUFFERS_PER_THREAD = 8
 
 
 class Adapter(Protocol):
@@ -65,8 +72,11 @@ class Adapter(Protocol):
         """Return the memory of every tensor of the plan, made where it does not exist yet."""
         ...
 
-    def staging(self, meter: Meter) -> Sequence[Staging]:
-        """Return the ring of staging buffers of one reading thread, counted by the meter."""
+    def staging(self, num_bytes: int, meter: Meter) -> Sequence[Staging]:
+        """Return the ring of staging buffers of one reading thread, of `num_bytes` each, counted by the meter.
+
+        At most three; a cast may take as much again.
+        """
         ...
 
     def cast_counts(self) -> tuple[int, int]:
@@ -123,7 +133,7 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
         raise_problems(unfitting, strict=request.strict)
     with mine.timed("plan"):
         plan = _plan(group, index, matching, tables, nodes, request)
-    reports = _read(_Work(group, adapter, plan, index, nodes, request, mine))
+    reports = _read(_Work(group, adapter, plan, index.files, nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
     report = LoadReport(reports, tuple(unfitting.missing), tuple(unfitting.unexpected), ignored, STRATEGY)
     if group.rank == 0:
@@ -206,7 +216,7 @@ def _check_files(index: CheckpointIndex, tables: Sequence[Table], nodes: Sequenc
     if node == nodes[0] or list(nodes).index(node) != rank:
         return
     names = names_in(index, (table.used for other, table in enumerate(tables) if nodes[other] == node))
-    files = LocalFiles(root_of(path))
+    files = LocalFiles(_root_of(path))
     for file in sorted({file for name in names for file in _files_of(index.tensors[name])}):
         check_file(files, file, index.files[file])
 
@@ -215,7 +225,7 @@ class _Work(NamedTuple):
     group: Group
     adapter: Adapter
     plan: LoadPlan
-    index: CheckpointIndex
+    files: Mapping[str, FileInfo]
     nodes: Sequence[int]
     request: Request
     mine: RankReport
@@ -228,14 +238,17 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
         with work.mine.timed("allocate"):
             destinations = work.adapter.allocate(work.plan, meter)
         with work.mine.timed("read"):
+            threads = read_threads(work.nodes, work.group.rank)
+            piece_bytes = _piece_bytes(work.plan, work.request.budget_bytes // (threads * BUFFERS_PER_THREAD))
             settings = Settings(
-                num_threads=read_threads(work.nodes, work.group.rank),
-                staging=lambda: cycle(work.adapter.staging(meter)),
+                num_threads=threads,
+                piece_bytes=piece_bytes,
+                staging=lambda: work.adapter.staging(piece_bytes, meter),
                 on_bytes=_Counter(work.mine, work.plan.bytes_wanted, work.request.on_progress),
                 check=work.group.check,
             )
             execute_load(
-                work.plan, destinations, LocalStore(root_of(work.request.path)), work.index.files, settings
+                work.plan, destinations, LocalStore(_root_of(work.request.path)), work.files, settings
             )
         work.mine.num_tensors = len(work.plan.tensors)
         work.mine.peak_extra_bytes = meter.peak_bytes
@@ -245,6 +258,11 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
     told = together(work.group, "read tensors", read)
     work.adapter.commit()
     return tuple(rank_report_from_bytes(data) for data in told)
+
+
+def _piece_bytes(plan: LoadPlan, most: int) -> int:
+    largest = max((copy.num_bytes for tensor in plan.tensors for copy in tensor.copies), default=1)
+    return min(PIECE_BYTES, most, largest)
 
 
 class _Counter:
@@ -263,6 +281,11 @@ class _Counter:
             self._mine.requests += requests
             if self._on_progress is not None:
                 self._on_progress(Progress(self._mine.rank, self._mine.bytes_wanted, self._total))
+
+
+def _root_of(path: str) -> str:
+    """Return the directory that file names are relative to."""
+    return path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))  # noqa: PTH112, PTH120, PTH100
 
 
 def _files_of(info: TensorInfo) -> tuple[str, ...]:

@@ -9,23 +9,21 @@ there; on an accelerator that overlaps with the next read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from itertools import groupby, product
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from itertools import cycle, groupby, product
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from shardferry.errors import CheckpointChangedError
 from shardferry.format.index import FileInfo
 from shardferry.geometry.spans import Collapsed
 from shardferry.plan.load import Copy, LoadPlan, split_copy
 from shardferry.storage.base import ReadableFile, Rows, Store
-from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from shardferry.storage.base import Bytes
 
-# A copy is cut to pieces of this size before it is dealt to threads or staged.
-PIECE_BYTES = 16 * MIB
 # How often a rank that waits for its own threads asks whether another rank has failed.
 POLL_S = 0.05
 
@@ -35,6 +33,14 @@ class Staging(Protocol):
 
     def memory(self, num_bytes: int) -> Bytes:
         """Return `num_bytes` of the buffer to read into, once the last transfer out of it has finished."""
+        ...
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """Give the context in which destinations take bytes out of the buffer, perhaps later than it ends."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the last transfer out of the buffer has finished."""
         ...
 
 
@@ -49,23 +55,21 @@ class Destination(Protocol):
         """Take what `copy` read, in the order of its region, out of staging memory."""
         ...
 
-    def finish(self) -> None:
-        """Wait until everything stored has arrived."""
-        ...
-
 
 class Settings(NamedTuple):
     """How to execute.
 
     Attributes:
         num_threads: Threads that read at the same time.
-        staging: A ring of staging buffers per thread.
+        piece_bytes: Copies are cut to this size before they are dealt to threads or staged.
+        staging: Makes the ring of staging buffers of one thread, each of `piece_bytes`.
         on_bytes: Called with bytes wanted that have landed, bytes read and requests made; from any thread.
         check: Raises when the load must stop because another rank failed; called from the calling thread.
     """
 
     num_threads: int
-    staging: Callable[[], Iterator[Staging]]
+    piece_bytes: int
+    staging: Callable[[], Sequence[Staging]]
     on_bytes: Callable[[int, int, int], None]
     check: Callable[[], None]
 
@@ -96,8 +100,7 @@ def execute_load(
             with store.open(name) as file:
                 _check_size(file, name, files[name])
                 readers.run(file, jobs)
-    for destination in destinations.values():
-        destination.finish()
+        readers.finish()
 
 
 def _check_size(file: ReadableFile, name: str, agreed: FileInfo) -> None:
@@ -116,6 +119,7 @@ class _Readers:
         self._settings = settings
         self._stop = threading.Event()
         self._local = threading.local()
+        self._rings: list[Sequence[Staging]] = []
         self._pool = ThreadPoolExecutor(settings.num_threads) if settings.num_threads > 1 else None
 
     def __enter__(self) -> _Readers:
@@ -128,7 +132,7 @@ class _Readers:
 
     def run(self, file: ReadableFile, jobs: Iterable[tuple[Destination, Copy]]) -> None:
         """Read all copies of one file; returns when they are done, raises the first failure."""
-        pieces = ((destination, piece) for destination, copy in jobs for piece in split_copy(copy, PIECE_BYTES))
+        pieces = ((destination, piece) for destination, copy in jobs for piece in split_copy(copy, self._settings.piece_bytes))
         if self._pool is None:
             for destination, piece in pieces:
                 self._read(file, destination, piece, self._settings.check)
@@ -138,6 +142,12 @@ class _Readers:
             for destination, piece in pieces
         }
         self._wait(futures)
+
+    def finish(self) -> None:
+        """Wait until everything stored has arrived."""
+        for ring in self._rings:
+            for staging in ring:
+                staging.wait()
 
     def _wait(self, futures: set[Future[None]]) -> None:
         while futures:
@@ -153,9 +163,11 @@ class _Readers:
     def _read(self, file: ReadableFile, destination: Destination, copy: Copy, check: Callable[[], None]) -> None:
         memory = destination.direct(copy)
         if memory is None:
-            memory = next(self._staging()).memory(copy.num_bytes)
+            staging = self._next_staging()
+            memory = staging.memory(copy.num_bytes)
             self._fetch(file, copy, memory, check)
-            destination.store(copy, memory)
+            with staging.transfer():
+                destination.store(copy, memory)
         else:
             self._fetch(file, copy, memory, check)
         self._settings.on_bytes(copy.num_bytes, 0, 0)
@@ -170,11 +182,13 @@ class _Readers:
         else:
             _read_rows(file, copy, memory, on_read)
 
-    def _staging(self) -> Iterator[Staging]:
+    def _next_staging(self) -> Staging:
+        """Return this thread's next buffer, in turn."""
         if not hasattr(self._local, "ring"):
-            self._local.ring = self._settings.staging()
-        ring: Iterator[Staging] = self._local.ring
-        return ring
+            ring = self._settings.staging()
+            self._rings.append(ring)
+            self._local.ring = cycle(ring)
+        return cast("Staging", next(self._local.ring))
 
 
 class _StoppedError(Exception):

@@ -64,7 +64,8 @@ def collapse(region: Region, shape: tuple[int, ...], bits: int) -> Collapsed:
     check_within(region, shape)
     if not all(region.dims):
         return Collapsed((0,), ((),))
-    sizes, dims = [bits], [((0, bits),)]
+    sizes: list[int] = [bits]
+    dims: list[Intervals] = [((0, bits),)]
     for size, intervals in zip(reversed(shape), reversed(region.dims), strict=True):
         if dims[0] == ((0, sizes[0]),):
             dims[0] = tuple((a * sizes[0], b * sizes[0]) for a, b in intervals)

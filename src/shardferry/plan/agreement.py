@@ -39,7 +39,7 @@ class Row(NamedTuple):
         num_holders: Ranks the layout names; 0 for tensors nobody declared to be cut.
         num_layouts: Layouts the notation can mean.
         fits: Bit i is set if the local sizes of all the rank's tensors fit layout i.
-        count: Tensors of the pattern on this rank.
+        num_tensors: Tensors of the pattern on this rank.
         names: Sum of the hashes of their names, modulo 2**64.
     """
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     num_holders: int
     num_layouts: int
     fits: int
-    count: int
+    num_tensors: int
     names: int
 
 
@@ -225,7 +225,7 @@ def _row(pattern: int, targets: Sequence[Target], fits: int) -> Row:
 
 
 def _all_tell(told: Sequence[Row]) -> bool:
-    return len(told) == told[0].num_holders and len({(row.count, row.names) for row in told}) == 1
+    return len(told) == told[0].num_holders and len({(row.num_tensors, row.names) for row in told}) == 1
 
 
 def _pack(index: CheckpointIndex, names: frozenset[str]) -> str:

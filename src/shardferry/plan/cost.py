@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Literal
 
 from shardferry.geometry.spans import Collapsed
-from shardferry.units import KIB
+from shardferry.units import KIB, MIB
 
 EXACT_PIECE_BYTES = 32 * KIB
 EXACT_GAP_BYTES = 128 * KIB
+# Longer rows are not read whole: the scratch they need would have no bound.
+MAX_ROW_BYTES = MIB
 
 Access = Literal["spans", "rows"]
 
@@ -26,4 +28,6 @@ def choose_access(collapsed: Collapsed) -> Access:
     piece = min(stop - start for start, stop in columns)
     held = sum(stop - start for start, stop in columns)
     gap = (collapsed.sizes[-1] - held) // len(columns)
-    return "spans" if piece >= EXACT_PIECE_BYTES or gap > EXACT_GAP_BYTES else "rows"
+    if piece >= EXACT_PIECE_BYTES or gap > EXACT_GAP_BYTES or collapsed.sizes[-1] > MAX_ROW_BYTES:
+        return "spans"
+    return "rows"

@@ -15,7 +15,7 @@ from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.format.dtypes import BITS
 from shardferry.format.index import CheckpointIndex, TensorInfo
 from shardferry.geometry.region import Interval, Intervals, Region, select
-from shardferry.geometry.spans import Collapsed, collapse
+from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
 from shardferry.plan.cost import Access, choose_access
 
 
@@ -63,6 +63,15 @@ class Copy(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes wanted."""
         return self.collapsed.num_bytes
+
+    @property
+    def first_byte(self) -> int:
+        """Offset in the file of the first byte wanted."""
+        sizes, dims = self.collapsed
+        offset = 0
+        for size, intervals in zip(sizes, dims, strict=True):
+            offset = offset * size + intervals[0][0]
+        return self.start + offset
 
     @property
     def access(self) -> Access:
@@ -124,11 +133,19 @@ def _plan_tensor(index: CheckpointIndex, want: Wanted) -> TensorPlan:
     try:
         copies = tuple(_locate(index, piece) for piece in pull_back(_expand(index, want.source), want.region))
         for copy in copies:
-            copy.collapsed  # noqa: B018 - refuses a region off the byte boundary now, not while reading
+            _check_bytes(copy)
     except InvalidInputError as error:
         message = f"{want.name}: {error}"
         raise ShardingError(message) from error
     return TensorPlan(want.name, want.region.shape, copies)
+
+
+def _check_bytes(copy: Copy) -> None:
+    """Refuse now, not while reading, what would cut a byte of a packed dtype in two."""
+    copy.collapsed  # noqa: B018 - raises
+    if BITS[copy.dtype] % BITS_PER_BYTE and copy.axes and copy.axes[-1] != len(copy.axes) - 1:
+        message = f"{copy.dtype} packs several elements into a byte along the last dim, which cannot be moved"
+        raise InvalidInputError(message)
 
 
 def _expand(index: CheckpointIndex, source: Expression) -> Expression:

@@ -81,7 +81,7 @@ class LocalFile:
         Raises:
             StorageError: If the kernel reports an error or the file ends early.
         """
-        view = memoryview(out)
+        view = out.data
         done = 0
         while done < len(view):
             try:

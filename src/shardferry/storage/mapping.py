@@ -68,8 +68,7 @@ class GuardedMapping:
         """Give up the lease and the mapping; no window may be open."""
         if self._map is not None:
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            self._map.close()
-            self._map = None
+            self._map = None  # unmapped when the last window's array is gone
 
     def _enter(self) -> bool:
         with self._lock:

@@ -1,1 +1,14 @@
-"""PyTorch: fill and save sharded models."""
+"""PyTorch: fill sharded models from Hugging Face checkpoints.
+
+    import shardferry.torch as sf
+    report = sf.load_model(model, "/ckpt")             # in place; FSDP2, HSDP, TP, EP, PP, plain
+    report = sf.load_state_dict(state_dict, "/ckpt")
+"""
+
+from __future__ import annotations
+
+from shardferry.execute.report import LoadReport, Progress, RankReport
+from shardferry.geometry.sharding import Sharding
+from shardferry.torch.load import LoadOptions, load_model, load_state_dict
+
+__all__ = ["LoadOptions", "LoadReport", "Progress", "RankReport", "Sharding", "load_model", "load_state_dict"]

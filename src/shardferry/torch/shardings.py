@@ -161,7 +161,7 @@ def _cut_again(placements: Sequence[Placement], axis: int) -> bool:
 def _splits(placements: Iterable[Placement]) -> Iterator[Split]:
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
-            yield Split(axis, placement.dim, placement.split_factor)
+            yield Split(axis, placement.dim, int(placement.split_factor))
         elif isinstance(placement, Shard):
             yield Split(axis, placement.dim)
 

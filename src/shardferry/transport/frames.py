@@ -49,6 +49,15 @@ class Frame(NamedTuple):
     body: bytes
 
 
+class Hello(NamedTuple):
+    """How a rank introduces itself."""
+
+    token: str
+    rank: int
+    host: str
+    kernel: str
+
+
 class Verdict(NamedTuple):
     """What ended the group: the arguments of the `RankFailedError` that every rank raises."""
 
@@ -93,6 +102,23 @@ def encode(kind: Kind, body: bytes = b"") -> bytes:
 def encode_json(kind: Kind, content: object) -> bytes:
     """Return a frame whose body is JSON; escapes keep text that is not valid Unicode alive."""
     return encode(kind, json.dumps(content).encode("ascii"))
+
+
+def decode_hello(frame: Frame) -> Hello:
+    """Return what a HELLO says. It may come from a stranger, so nothing about it is taken for granted.
+
+    Raises:
+        ValueError: If it is no HELLO, or says something else.
+    """
+    if frame.kind is not Kind.HELLO:
+        raise ValueError(f"it starts with {frame.kind.name}")
+    try:
+        match json.loads(frame.body):
+            case [str(token), int(rank), str(host), str(kernel)]:
+                return Hello(token, rank, host, kernel)
+    except RecursionError:
+        pass  # brackets all the way down are not a HELLO either
+    raise ValueError("its HELLO does not hold a token, a rank and a host")
 
 
 def encode_result(step: str, payload: bytes) -> bytes:

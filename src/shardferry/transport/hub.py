@@ -7,7 +7,6 @@ thread only moves frames; what they mean is decided by the roster. One selector 
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import selectors
 import socket
@@ -15,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from shardferry.transport.connection import AwakeClock, Connection, Wake, beat_interval_s, keep_from_forks
-from shardferry.transport.frames import MAX_HELLO_BYTES, MAX_PAYLOAD_BYTES, Frame, Kind, encode
+from shardferry.transport.frames import MAX_HELLO_BYTES, MAX_PAYLOAD_BYTES, Frame, Kind, decode_hello, encode
 from shardferry.transport.host import Host
 from shardferry.transport.roster import Roster, Send
 
@@ -122,7 +121,7 @@ class Hub:
             frames = connection.receive()
             if rank is None and frames:
                 rank = self._admit(connection, frames.pop(0))
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             logger.warning("closing a connection that does not speak as a rank: %s", error)
             connection.ended = True
             frames = []
@@ -139,17 +138,16 @@ class Hub:
         Raises:
             ValueError: If the frame is no HELLO, has another token, or names a rank that is not expected.
         """
-        hello = json.loads(frame.body) if frame.kind is Kind.HELLO else {}
-        if not hmac.compare_digest(str(hello.get("token", "")).encode(), self._token):
+        token, rank, host, kernel = decode_hello(frame)
+        if not hmac.compare_digest(token.encode(), self._token):
             raise ValueError("it does not know the token")
-        rank = int(hello["rank"])
         if not self._roster.expects(rank):
             raise ValueError(f"rank {rank} is not expected, or is already here")
         connection.reader.max_body_bytes = MAX_FRAME_BYTES
         del self._strangers[connection]
         self._members[rank] = connection
         self._ranks[connection] = rank
-        self._deliver(self._roster.join(rank, Host(hello["host"], hello["kernel"]), self._clock.read()))
+        self._deliver(self._roster.join(rank, Host(host, kernel), self._clock.read()))
         return rank
 
     def _judge(self, now: float) -> None:

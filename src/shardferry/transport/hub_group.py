@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from shardferry.errors import InvalidInputError, RankFailedError
-from shardferry.transport.frames import MAX_PAYLOAD_BYTES, Kind, Verdict, encode, encode_json, encode_result
+from shardferry.transport.frames import MAX_PAYLOAD_BYTES, Hello, Kind, Verdict, encode, encode_json, encode_result
 from shardferry.transport.together import describe_error
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ class HubGroup:
         Raises:
             RankFailedError: If a rank did not come, or failed.
         """
-        hello = {"token": token, "rank": self.rank, "host": host.name, "kernel": host.kernel}
-        self._link.send(encode_json(Kind.HELLO, hello))
+        self._link.send(encode_json(Kind.HELLO, Hello(token, self.rank, *host)))
         self._link.wait(lambda: bool(self._link.hosts), limit_s=None)
         self.hosts = self._link.hosts
         if not self.hosts:

@@ -1,0 +1,147 @@
+"""The memory of local tensors as a place that bytes are read into."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from shardferry.execute.meter import Meter
+from shardferry.format.dtypes import BITS
+from shardferry.geometry.region import box
+from shardferry.geometry.spans import collapse
+from shardferry.plan.load import Copy
+from shardferry.torch.dtypes import elements_per_item, torch_dtype
+
+if TYPE_CHECKING:
+    from shardferry.storage.base import Bytes
+
+# Reads into one buffer while the last is on its way to the device, and one is spare.
+RING_SIZE = 3
+
+
+class TensorDestination:
+    """One local tensor; a dense CPU tensor is read into directly, any other is copied into from staging memory."""
+
+    def __init__(self, local: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> None:
+        """Fill `local`, whose dtype is `dtype` in safetensors words and whose shape in file elements is `shape`."""
+        self.was_cast = False
+        self._local = local
+        self._dtype = dtype
+        self._shape = shape
+        self._overflowed: list[torch.Tensor] = []
+        dense = local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg()
+        self._memory = _memory_of(local) if dense and local.numel() else None
+
+    @property
+    def num_overflowed(self) -> int:
+        """Finite values that became infinite when they were cast."""
+        return sum(int(count) for count in self._overflowed)
+
+    def direct(self, copy: Copy) -> Bytes | None:
+        """Return the contiguous memory into which `copy` can be read as it is stored, or None."""
+        if self._memory is None or copy.dtype != self._dtype or not copy.in_order:
+            return None
+        offsets = tuple(start for start, _ in copy.target)
+        sizes = tuple(stop - start for start, stop in copy.target)
+        if sizes == self._shape:
+            return self._memory
+        collapsed = collapse(box(offsets, sizes), self._shape, BITS[copy.dtype])
+        if len(collapsed.sizes) > 1:
+            return None
+        start, stop = collapsed.dims[0][0]
+        return self._memory[start:stop]
+
+    def store(self, copy: Copy, staged: Bytes) -> None:
+        """Take what `copy` read, in the order of its region, out of staging memory, casting it if need be."""
+        dtype = torch_dtype(copy.dtype)
+        shape = _items(copy.region.shape, dtype)
+        source = torch.from_numpy(staged).view(dtype).reshape(shape).permute(copy.axes)
+        per_item = elements_per_item(dtype)
+        place = [slice(start, stop) for start, stop in copy.target]
+        if per_item > 1:
+            place[-1] = slice(copy.target[-1][0] // per_item, copy.target[-1][1] // per_item)
+        target = self._local[tuple(place)]
+        if target.element_size() == source.element_size() and dtype == target.dtype:
+            target.copy_(source, non_blocking=True)
+            return
+        self.was_cast = True
+        target.copy_(source, non_blocking=True)
+        if torch.finfo(target.dtype).max < torch.finfo(dtype).max:
+            became = torch.isinf(target).sum() - torch.isinf(source).sum().to(target.device)
+            self._overflowed.append(became)
+
+
+class HostStaging:
+    """Staging for tensors in host memory: the copy out of it is done when `store` returns."""
+
+    def __init__(self, num_bytes: int, meter: Meter) -> None:
+        """Hold one buffer of `num_bytes`."""
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        meter.add(num_bytes)
+
+    def memory(self, num_bytes: int) -> Bytes:
+        """Return `num_bytes` of the buffer."""
+        return self._buffer[:num_bytes].numpy()
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Give a context that adds nothing."""
+        yield
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class PinnedStaging:
+    """Staging for tensors on a device: page-locked, emptied by copies on a stream of its own."""
+
+    def __init__(self, num_bytes: int, meter: Meter, stream: torch.Stream) -> None:
+        """Hold one page-locked buffer of `num_bytes`, emptied on `stream`."""
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._stream = stream
+        self._event = torch.Event(stream.device)
+        meter.add(num_bytes)
+
+    def memory(self, num_bytes: int) -> Bytes:
+        """Return `num_bytes` of the buffer, once the last copy out of it has finished."""
+        self.wait()
+        return self._buffer[:num_bytes].numpy()
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Give a context whose copies run on the stream while the next read goes on."""
+        with self._stream:
+            yield
+        self._event.record(self._stream)
+
+    def wait(self) -> None:
+        """Wait until the copies out of the buffer have finished."""
+        self._event.synchronize()
+
+
+def make_staging(device: torch.device, num_bytes: int, meter: Meter) -> list[HostStaging] | list[PinnedStaging]:
+    """Return the staging ring of one reading thread for tensors on `device`."""
+    if device.type == "cpu":
+        return [HostStaging(num_bytes, meter)]
+    stream = torch.Stream(device)
+    # The memory to fill may still be in use by kernels that were queued before it was handed out.
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    return [PinnedStaging(num_bytes, meter, stream) for _ in range(RING_SIZE)]
+
+
+def _memory_of(tensor: torch.Tensor) -> Bytes:
+    # Through the address: NumPy knows neither bfloat16 nor the 8-bit floats.
+    count = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_uint8 * count).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def _items(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Return a shape in file elements as a shape in torch elements."""
+    per_item = elements_per_item(dtype)
+    return (*shape[:-1], shape[-1] // per_item) if per_item > 1 else shape

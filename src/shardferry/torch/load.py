@@ -1,0 +1,156 @@
+"""Fill a sharded model, or a state dict, from a checkpoint: the PyTorch side of a load."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import TypedDict, Unpack
+
+import torch
+from torch import nn
+
+from shardferry.errors import CheckpointWarning
+from shardferry.execute.job import Request, run_load
+from shardferry.execute.report import LoadReport, Progress
+from shardferry.plan.match import Rules
+from shardferry.torch.entries import ignorable_names, model_entries, state_dict_entries, unfilled_buffers
+from shardferry.torch.filler import Filler, put_into_model, put_into_state_dict
+from shardferry.torch.group import open_group
+from shardferry.torch.shardings import GivenSharding
+from shardferry.units import MIB
+
+DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_BUDGET_BYTES = 256 * MIB
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of every load.
+
+    Attributes:
+        cast: Cast F16, BF16, F32 and F64 to the model's dtype (default); False makes a difference an error. Nothing
+            else is ever cast.
+        shardings: How tensors are truly cut, by name, for those whose own layout does not tell: a mesh and placements
+            that apply left to right, or a `Sharding`. Wins over what a DTensor says.
+        checkpoint_strict: Apply the rules of files and index in full (default); False goes on where transformers
+            would.
+        variant: Variant of the file names, e.g. `"fp16"`.
+        node_of_rank: Node number of every rank, instead of the detected one.
+        on_progress: Called on every rank with its own `Progress`, from the reading threads.
+        budget_bytes: Memory a rank may use beside the tensors; 256 MiB by default.
+        timeout_s: A rank that shows no sign of life for so long is given up, 600 by default. Slow ranks are not.
+    """
+
+    cast: bool
+    shardings: Mapping[str, GivenSharding]
+    checkpoint_strict: bool
+    variant: str | None
+    node_of_rank: Sequence[int] | None
+    on_progress: Callable[[Progress], None] | None
+    budget_bytes: int
+    timeout_s: float
+
+
+def load_model(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, **options: Unpack[LoadOptions]
+) -> LoadReport:
+    """Fill the parameters and persistent buffers of a model from a checkpoint, each rank reading only its own bytes.
+
+    Collective: call on every rank of the default process group, or on one process without a group. Tensors are
+    filled in place; those on the meta device get memory (a DTensor on its mesh's device, a plain tensor on torch's
+    default device). Tied parameters stay tied. Non-persistent buffers are not touched.
+
+    Args:
+        model: Plain, or sharded by FSDP2, HSDP, tensor, expert or pipeline parallelism or mixes of them.
+        path: A safetensors file, an index file, or a directory that holds a checkpoint.
+        strict: Whether a name that is missing or unexpected is an error. If not, the report lists them, and a missing
+            tensor stays as it was.
+        **options: See `LoadOptions`.
+
+    Returns:
+        What was read, by rank and in total.
+
+    Raises:
+        MismatchError: If names, shapes or dtypes do not fit; lists them by class. Nothing was read.
+        CheckpointError: If the checkpoint breaks a rule of the format.
+        ShardingError: If a layout is impossible or ranks disagree.
+        StorageError: If reading fails; the model's content is then undefined.
+        RankFailedError: If another rank failed; says which and why.
+    """
+    _check_options(options)
+    filler = Filler(model_entries(model), options.get("shardings", {}), put_into_model)
+    filler.unfilled += unfilled_buffers(model)
+    return run_torch_load(filler, path, _rules(model, options), strict=strict, options=options)
+
+
+def load_state_dict(
+    state_dict: MutableMapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    strict: bool = True,
+    **options: Unpack[LoadOptions],
+) -> LoadReport:
+    """Fill the tensors of a state dict from a checkpoint, each rank reading only its own bytes.
+
+    Collective, as `load_model`. Tensors are filled in place; entries on the meta device are replaced.
+
+    Args:
+        state_dict: Tensors and DTensors by checkpoint name.
+        path: A safetensors file, an index file, or a directory that holds a checkpoint.
+        model: The sharded model the state dict comes from. It tells in which order FSDP2 over tensor parallelism has
+            cut, which a detached DTensor does not, and which names are tied.
+        strict: Whether a name that is missing or unexpected is an error.
+        **options: See `LoadOptions`.
+
+    Returns:
+        What was read, by rank and in total.
+
+    Raises:
+        ShardferryError: As `load_model`.
+    """
+    _check_options(options)
+    entries = state_dict_entries(state_dict, model)
+    filler = Filler(entries, options.get("shardings", {}), partial(put_into_state_dict, state_dict))
+    return run_torch_load(filler, path, _rules(model, options), strict=strict, options=options)
+
+
+def run_torch_load(
+    filler: Filler,
+    path: str | os.PathLike[str],
+    rules: Rules,
+    *,
+    strict: bool,
+    options: LoadOptions,
+) -> LoadReport:
+    """Fill what a filler offers; the part that every way of calling shares. Collective."""
+    request = Request(
+        path=os.fspath(path),
+        strict=strict,
+        checkpoint_strict=options.get("checkpoint_strict", True),
+        variant=options.get("variant"),
+        rules=rules,
+        node_of_rank=options.get("node_of_rank"),
+        on_progress=options.get("on_progress"),
+        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+    )
+    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
+        report = run_load(group, filler, request)
+    if report.total.num_overflowed and group.rank == 0:
+        message = (
+            f"{report.total.num_overflowed} finite values became infinite when tensors were cast to the model's dtype"
+        )
+        warnings.warn(message, CheckpointWarning, stacklevel=3)
+    return report
+
+
+def _rules(model: nn.Module | None, options: LoadOptions) -> Rules:
+    return Rules(sources={}, cast=options.get("cast", True), ignorable=ignorable_names(model))
+
+
+def _check_options(options: LoadOptions) -> None:
+    unknown = sorted(set(options) - LoadOptions.__optional_keys__)
+    if unknown:
+        message = f"unknown option {', '.join(unknown)}; a load takes {', '.join(sorted(LoadOptions.__optional_keys__))}"
+        raise TypeError(message)

@@ -1,0 +1,34 @@
+"""transformers models: what a checkpoint does not hold."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from shardferry.torch.entries import non_persistent_buffers
+
+# transformers' own mark for what its initialisation must leave alone (5.24, modeling_utils and initialization).
+_INITIALIZED = "_is_hf_initialized"
+
+
+def initialize_buffers(model: PreTrainedModel) -> list[str]:
+    """Compute the non-persistent buffers that are still on the meta device, and return their names.
+
+    Checkpoints do not hold them (position ids, rotary frequencies). The model's own `initialize_weights` computes
+    them; parameters and persistent buffers are marked as initialised, so that it leaves those alone. They get memory
+    on torch's default device. Call it before or after sharding the model, and before `load_model`.
+    """
+    missing = [buffer for buffer in non_persistent_buffers(model) if buffer.tensor.is_meta]
+    if not missing:
+        return []
+    default = torch.get_default_device()
+    device = torch.device("cpu") if default.type == "meta" else default
+    for buffer in missing:
+        buffer.module.register_buffer(
+            buffer.attribute, torch.empty_like(buffer.tensor, device=device), persistent=False
+        )
+        setattr(buffer.module, _INITIALIZED, False)
+    for tensor in model.state_dict(keep_vars=True).values():
+        setattr(tensor, _INITIALIZED, True)
+    model.initialize_weights()
+    return [buffer.name for buffer in missing]

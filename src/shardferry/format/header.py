@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 from shardferry.format.dtypes import BITS
 from shardferry.format.impostor import impostor
 from shardferry.format.index import FileInfo, TensorInfo
-from shardferry.format.problem import Findings, Problem, Severity, listed, shown
+from shardferry.format.problem import Findings, Problem, listed, shown
 from shardferry.format.strictjson import BadJsonError, Json, Twins, json_kind, parse_object
 
 if TYPE_CHECKING:
@@ -323,7 +323,6 @@ def _report_step(end: int, last: str, extent: tuple[int, int, str], findings: Fi
 
 def _check_uniqueness(header: dict[str, Json], twins: list[Twins], cover: list[Problem], findings: Findings) -> None:
     """Record duplicate keys, then `cover` unless a duplicate name is what causes it."""
-    severity: Severity
     for found, keys in twins:
         if found is header and METADATA in keys:
             findings.add("fatal", f"duplicate {METADATA}: the block is given more than once")
@@ -336,8 +335,11 @@ def _check_uniqueness(header: dict[str, Json], twins: list[Twins], cover: list[P
         elif found is header.get(METADATA):
             findings.strict(f"duplicate keys in {METADATA}: {listed(keys, 50)}", "the last value of each counts")
         elif found is not header:
-            severity = "fatal" if any(field in keys for field in _FIELDS) else "strict"
-            findings.add(severity, f"duplicate keys inside the entry of {_owner(header, found)}: {listed(keys, 50)}")
+            text = f"duplicate keys inside the entry of {_owner(header, found)}: {listed(keys, 50)}"
+            if any(field in keys for field in _FIELDS):
+                findings.add("fatal", text)
+            else:
+                findings.strict(text, "they are ignored")
     findings.problems.extend(cover)
 
 

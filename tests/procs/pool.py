@@ -183,9 +183,13 @@ class _Worker:
         theirs.close()
         self._directory = directory
 
-    def is_stopped(self) -> bool:
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] == "T"
+    def state(self) -> str:
+        """Return the kernel's letter for the state of the process, "T" for stopped; empty once it has ended."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        return stat.rpartition(")")[2].split()[0]
 
     def stacks(self) -> str:
         """Ask the process for the stacks of its threads and return them."""
@@ -219,13 +223,13 @@ def _collect(workers: list[_Worker], *, deadline: float) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(workers):
         pending = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in outcomes}
-        # A stopped process tells nobody: look for it whenever nothing has been heard for a moment.
+        # A stopped process tells nobody, nor does a dead one whose child holds its pipe: look for them now and then.
         ready = wait(list(pending), timeout=0.1)
         for connection in ready:
             rank = next(rank for known, rank in pending.items() if known is connection)
             outcomes[rank] = _receive(rank, workers[rank])
         overrun = time.monotonic() > deadline
-        if not ready and (overrun or all(workers[rank].is_stopped() for rank in pending.values())):
+        if not ready and (overrun or all(workers[rank].state() in {"", "T"} for rank in pending.values())):
             for rank in pending.values():
                 outcomes[rank] = _end(rank, workers[rank])
     return [outcomes[rank] for rank in range(len(workers))]
@@ -242,11 +246,15 @@ def _receive(rank: int, worker: _Worker) -> Outcome:
 
 
 def _end(rank: int, worker: _Worker) -> Outcome:
-    stopped = worker.is_stopped()
-    stacks = "" if stopped else worker.stacks()
+    """End a rank that is not going to send its outcome."""
+    ended_at = time.monotonic()
+    state = worker.state()
+    stacks = worker.stacks() if state not in {"", "T"} else ""
     worker.process.kill()
     worker.process.join(10)
-    return Outcome(rank, "stopped" if stopped else "hung", error=stacks, ended_at=time.monotonic())
+    if not state:
+        return Outcome(rank, "died", exit_code=worker.process.exitcode, ended_at=ended_at)
+    return Outcome(rank, "stopped" if state == "T" else "hung", error=stacks, ended_at=ended_at)
 
 
 def _work(connection: Connection, directory: str) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.checkpoints import stored_tensors
 from benchmarks.load_job import held_bytes, make_job, wrong_tensor
 from benchmarks.load_peers import LOADERS
-from benchmarks.measure import Meter, bring_into_page_cache, drop_from_page_cache
+from benchmarks.measure import Meter, bring_into_page_cache, drop_from_page_cache, wake_memory
 
 if TYPE_CHECKING:
     from benchmarks.load_table import Record
@@ -43,9 +43,11 @@ def main() -> None:
     stored = stored_tensors(arguments.folder)
     job = make_job(arguments.folder, stored, mesh)
     files = sorted({tensor.file for tensor in stored.values()})
+    wanted_bytes = sum(part.num_bytes for part in job.parts.values())
     for cache in SCHEDULE:
         if dist.get_rank() == 0:
             (drop_from_page_cache if cache == "cold" else bring_into_page_cache)(files)
+        wake_memory(wanted_bytes)
         dist.barrier()
         with Meter() as meter:
             loaded = LOADERS[arguments.loader](job)
@@ -55,7 +57,7 @@ def main() -> None:
             "cache": cache,
             "rank": dist.get_rank(),
             "seconds": round(meter.seconds, 4),
-            "wanted_bytes": sum(part.num_bytes for part in job.parts.values()),
+            "wanted_bytes": wanted_bytes,
             "held_bytes": held_bytes(loaded),
             "peak_bytes": meter.peak_bytes,
             "disk_bytes": meter.disk_bytes,

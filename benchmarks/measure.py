@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import threading
 import time
@@ -80,6 +81,19 @@ def bring_into_page_cache(files: Iterable[Path]) -> None:
         with file.open("rb", buffering=0) as stream:
             while stream.readinto(block):
                 pass
+
+
+def wake_memory(num_bytes: int) -> None:
+    """Touch and free so much memory, so that the next to ask for it gets pages that exist.
+
+    A virtual machine gives freed memory back to its host within seconds; getting it again can take longer than the
+    load that is measured, for whichever loader comes first.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    for start in range(0, num_bytes, mmap.PAGESIZE):
+        memory[start] = 1
+    memory.close()
 
 
 def file_mappings() -> tuple[tuple[int, int], ...]:

@@ -37,8 +37,8 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",  # works where the host's own name does not resolve
 }
-# Enough for the tracebacks of every process.
-ERROR_LINES = 60
+# Enough for the last traceback of every process.
+ERROR_LINES = 80
 
 
 @click.command()
@@ -123,8 +123,7 @@ def _run(path: Path, on_step: Callable[[str], None]) -> DemoResult:
         code = launcher.wait()
         if result is None or code != 0:
             errors.seek(0)
-            tail = "".join(errors.readlines()[-ERROR_LINES:])
-            raise click.ClickException(f"the demo's processes ended with {code}:\n{tail}")
+            raise click.ClickException(f"the demo's processes ended with {code}:\n{_tracebacks(errors.readlines())}")
     return result
 
 
@@ -137,3 +136,9 @@ def _read_messages(lines: IO[str], on_step: Callable[[str], None]) -> DemoResult
         else:
             result = message["result"]
     return result
+
+
+def _tracebacks(lines: list[str]) -> str:
+    """Return the end of what the ranks wrote, without what the launcher says about them, if there is any."""
+    of_ranks = [line for line in lines if line.startswith("[rank")]
+    return "".join((of_ranks or lines)[-ERROR_LINES:])

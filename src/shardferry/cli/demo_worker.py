@@ -181,17 +181,19 @@ def _load_own_part(path: str, layout: Layout) -> tuple[torch.nn.Module, int]:
 def _load_everything(path: str, layout: Layout) -> tuple[torch.nn.Module, int]:
     """What is written without a library: every process fills a whole model, then keeps its part of it."""
     file = Path(path, "model.safetensors")
-    model = _model_on_meta(path).to_empty(device="cpu")
+    model = _model_on_meta(path)
     shardferry.torch.transformers.initialize_buffers(model)
+    # Cloned, because safetensors returns views of the mapped file, of which nothing has been read.
+    state_dict = {name: tensor.clone() for name, tensor in load_file(file).items()}
     # Not strict: the file holds `embeddings.position_ids`, which the model does not save any more.
-    model.load_state_dict(load_file(file), strict=False)
+    model.load_state_dict(state_dict, strict=False, assign=True)
     layout.shard(model)
     return model, file.stat().st_size
 
 
-def _model_on_meta(path: str) -> torch.nn.Module:
+def _model_on_meta(path: str) -> transformers.PreTrainedModel:
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModel.from_config(AutoConfig.from_pretrained(path))
+        model: transformers.PreTrainedModel = AutoModel.from_config(AutoConfig.from_pretrained(path))
     return model
 
 

@@ -1,4 +1,4 @@
-"""Small checkpoints made byte by byte, well-formed or broken in one chosen way, without any library that would refuse."""
+"""Small checkpoints made byte by byte, well-formed or broken in one chosen way, with no library that would refuse."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def sharded(files: Mapping[str, Iterable[Tensor]]) -> dict[str, bytes]:
     return contents | {INDEX: index_of(placed, total_size=total)}
 
 
-def rank_file(boxes: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> bytes:
-    """Return the file in which PyTorch's writer puts the boxes of one rank: each tensor with its saved offsets."""
-    info = {name: {"saved_offsets": list(offsets)} for name, (_, offsets) in boxes.items()}
-    return file_of((one for one, _ in boxes.values()), {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
+def rank_file(*boxes: tuple[Tensor, tuple[int, ...]]) -> bytes:
+    """Return the file in which PyTorch's writer puts the boxes of one rank: each with where it begins."""
+    info = {box.name: {"saved_offsets": list(offsets)} for box, offsets in boxes}
+    return file_of((box for box, _ in boxes), {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> Path:

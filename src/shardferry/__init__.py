@@ -53,10 +53,11 @@ _MODULE_OF = {
     "open_checkpoint": "shardferry.execute.open",
 }
 
+if not TYPE_CHECKING:  # a type checker would take any name for one that this function gives
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value: object = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.checkpoints import Tensor, entry, file_of, raw_file, tensor
 
 from shardferry.errors import CheckpointError
 from shardferry.format.dtypes import BITS
 from shardferry.format.header import MAX_HEADER_BYTES, Header, parse_header, read_raw_header
 from shardferry.format.problem import Problem, refusal
 from shardferry.storage.files import MemoryFiles
-from tests.checkpoints import Tensor, entry, file_of, raw_file, tensor
 
 NAME = "weights.safetensors"
 EIGHT = bytes(range(8))
@@ -271,6 +272,12 @@ def test_long_and_unprintable_names_do_not_flood_a_message() -> None:
     assert said.isprintable()
 
 
+def reference(content: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Return what safetensors' own reader finds; raises where it refuses."""
+    found: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(content)  # type: ignore[no-untyped-call]  # untyped
+    return found
+
+
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 # Not sub-byte: safetensors' own reader gives no view of these.
@@ -285,7 +292,7 @@ def test_what_is_found_in_a_correct_file_is_what_safetensors_reads(
     content = file_of(tensors, metadata)
     header = accepted(content)
     found = {n: (i.dtype, list(i.shape), content[slice(*i.span)]) for n, i in header.tensors.items()}
-    assert found == {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in safetensors.deserialize(content)}
+    assert found == {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in reference(content)}
     assert header.metadata == (metadata or {})
 
 
@@ -306,7 +313,7 @@ def test_a_damaged_file_is_never_accepted_where_safetensors_refuses_it(
     damaged = bytes(content[: len(content) - cut]) + tail
     _, problems = parse(damaged)
     if refusal(problems, "here", strict=False) is None:
-        safetensors.deserialize(damaged)
+        reference(damaged)
 
 
 @given(

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("always", CheckpointWarning)
         warnings.showwarning = _show_warning
         try:
-            code = commands.main(arguments, prog_name="shardferry", standalone_mode=False)
+            code = commands.main(arguments, prog_name="shardferry", standalone_mode=False) or 0  # a verb returns None
         except click.ClickException as error:
             error.show()
             code = error.exit_code

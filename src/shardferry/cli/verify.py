@@ -22,9 +22,9 @@ def verify(path: Path, *, as_json: bool, variant: str | None) -> None:
     """Check the checkpoint at PATH and print everything that is wrong with it. Exits with 1 if anything is.
 
     Stricter than loading: leftover shard files that the index does not name fail the check. Only headers and the index
-    are read, so changed tensor bytes are not noticed. The JSON object has the keys path, ok, num_tensors, num_files and
-    problems (severity: missing, fatal, strict, verify or warning; file; message). With severity strict the checkpoint still
-    loads with strict=False, with severity verify it loads as it is.
+    are read, so changed tensor bytes are not noticed. The JSON object has the keys path, ok, num_tensors, num_files
+    and problems (severity: missing, fatal, strict, verify or warning; file; message). What has severity strict still
+    loads with strict=False, what has severity verify loads as it is.
     """
     index, problems = survey_checkpoint(path, variant=variant)
     wrong = sum(problem.severity != "warning" for problem in problems)

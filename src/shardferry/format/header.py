@@ -323,6 +323,7 @@ def _report_step(end: int, last: str, extent: tuple[int, int, str], findings: Fi
 
 def _check_uniqueness(header: dict[str, Json], twins: list[Twins], cover: list[Problem], findings: Findings) -> None:
     """Record duplicate keys, then `cover` unless a duplicate name is what causes it."""
+    owners = {id(entry): f"tensor {shown(name)!r}" for name, entry in header.items()} if twins else {}
     for found, keys in twins:
         if found is header and METADATA in keys:
             findings.add("fatal", f"duplicate {METADATA}: the block is given more than once")
@@ -335,13 +336,9 @@ def _check_uniqueness(header: dict[str, Json], twins: list[Twins], cover: list[P
         elif found is header.get(METADATA):
             findings.strict(f"duplicate keys in {METADATA}: {listed(keys, 50)}", "the last value of each counts")
         elif found is not header:
-            text = f"duplicate keys inside the entry of {_owner(header, found)}: {listed(keys, 50)}"
+            text = f"duplicate keys inside the entry of {owners.get(id(found), 'a tensor')}: {listed(keys, 50)}"
             if any(field in keys for field in _FIELDS):
                 findings.add("fatal", text)
             else:
                 findings.strict(text, "they are ignored")
     findings.problems.extend(cover)
-
-
-def _owner(header: dict[str, Json], found: dict[str, Json]) -> str:
-    return next((f"tensor {shown(name)!r}" for name, entry in header.items() if entry is found), "a tensor")

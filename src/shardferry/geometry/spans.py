@@ -104,7 +104,8 @@ def region_to_spans(region: Region, shape: tuple[int, ...], bits: int) -> NDArra
         starts = (rows[:, None] * stride + starts[None, :]).reshape(-1)
         stride *= size
     inner = np.asarray(dims[-1], np.int64).reshape(-1, 2)
-    return (starts[:, None, None] + inner[None, :, :]).reshape(-1, 2)
+    # A piece at the end of a row touches one at the beginning of the next.
+    return merge_spans((starts[:, None, None] + inner[None, :, :]).reshape(-1, 2))
 
 
 def merge_spans(spans: NDArray[np.int64], max_gap: int = 0) -> NDArray[np.int64]:

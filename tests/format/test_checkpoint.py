@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.checkpoints import (
     INDEX,
     expected,
@@ -454,3 +456,20 @@ def test_an_output_file_to_which_no_rank_file_belongs_is_missing() -> None:
 def test_the_file_of_one_rank_alone_is_not_taken_for_the_tensor() -> None:
     contents = boxes(((0, 0), (2, 3)), ((2, 0), (2, 3)))
     assert "gap" in said(contents, "fatal", entry=RANKS[1])
+
+
+# Damage: whatever the bytes, problems are returned, never raised.
+
+INTACT = SET | {RANKS[0]: rank_file((HEAD, (0,)))}
+damages = st.lists(st.tuples(st.sampled_from(sorted(INTACT)), st.integers(0, 400), st.binary(max_size=3)), max_size=4)
+
+
+@given(damages, st.sampled_from([None, INDEX, ONE, RANKS[0]]))
+def test_no_damage_raises(damage: list[tuple[str, int, bytes]], entry: str | None) -> None:
+    contents = dict(INTACT)
+    for name, position, replacement in damage:
+        old = contents[name]
+        contents[name] = old[:position] + replacement + old[position + 1 :]
+    index, problems = read(contents, entry)
+    if refusal(problems, "here", strict=True) is None:
+        stored(index, contents)

@@ -312,7 +312,7 @@ def test_a_damaged_file_is_never_accepted_where_safetensors_refuses_it(
         content[position] = value
     damaged = bytes(content[: len(content) - cut]) + tail
     _, problems = parse(damaged)
-    if refusal(problems, "here", strict=False) is None:
+    if refusal(problems, "here", strict=True) is None:
         reference(damaged)
 
 

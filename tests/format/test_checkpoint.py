@@ -341,6 +341,13 @@ def test_one_bad_shard_file_is_named(content: bytes, words: list[str]) -> None:
     assert all(word in message for word in [TWO, *words])
 
 
+def test_names_in_a_file_whose_header_is_wrong_are_not_called_missing() -> None:
+    broken = raw_file(
+        {"enc.bias": {"dtype": "F32"}, "head": {"dtype": "I9", "shape": [1], "data_offsets": [0, 1]}}, b"x"
+    )
+    assert said(SET | {TWO: broken}, "strict", "missing") == ""
+
+
 def test_a_problem_of_one_file_does_not_hide_those_of_others() -> None:
     contents = SET | {ONE: b"", TWO: raw_file({"head": None})}
     message = said(contents, "fatal")

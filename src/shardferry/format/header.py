@@ -89,7 +89,7 @@ def parse_header(raw: bytes, size: int, file: str) -> tuple[Header | None, list[
         file: Name that messages and `TensorInfo.file` carry.
 
     Returns:
-        The header, None if nothing of it can be used; with a problem of severity `fatal` it must not be used.
+        The header, None if an entry of it cannot be read; with a problem of severity `fatal` it must not be used.
     """
     findings = Findings(file)
     length = _header_length(raw, size, findings)
@@ -109,6 +109,8 @@ def parse_header(raw: bytes, size: int, file: str) -> tuple[Header | None, list[
     extents = _extents(header, data_start, findings)
     _check_uniqueness(header, twins, _cover_problems(extents, size - data_start, file), findings)
     tensors = {name: info for _, _, name, info in extents or () if info is not None}
+    if extents is None or len(tensors) < len(extents):
+        return None, findings.problems
     digest = hashlib.sha256(raw[:data_start]).hexdigest()
     return Header(tensors, metadata, FileInfo(size, data_start, digest)), findings.problems
 

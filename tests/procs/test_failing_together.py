@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -169,8 +169,7 @@ def test_fifty_calls_leave_no_descriptor_and_no_thread_behind(ranks: RankPool) -
 
 
 def test_a_process_without_a_group_works_alone() -> None:
-    with open_group(PATIENT_S) as group:
-        assert together(group, "read tensors", lambda: b"mine") == (b"mine",)
+    assert call(lambda: b"mine", PATIENT_S) == (b"mine",)
 
 
 class TestProcessGroup(GroupTests):
@@ -214,6 +213,12 @@ def watch(work: Callable[[], object]) -> Seen:
     return Seen("", None, "", began_at, time.monotonic())
 
 
+def call(work: Callable[[], bytes], timeout_s: float, step: str = "read tensors") -> tuple[bytes, ...]:
+    """Do what a load or a save does: open a group, and run a step in it."""
+    with open_group(timeout_s) as group:
+        return together(group, step, work)
+
+
 def returned_or_raised(function: Callable[[Group], object]) -> object:
     try:
         with open_group(PATIENT_S) as group:
@@ -229,44 +234,28 @@ def fail_on_one_rank(victim: int, kind: str) -> Seen:
             raise error
         return b""
 
-    with open_group(PATIENT_S) as group:
-        return watch(lambda: together(group, "read tensors", work))
+    return watch(lambda: call(work, PATIENT_S))
 
 
 def interrupt_rank_1_while_it_waits() -> Seen:
-    with contextlib.suppress(KeyboardInterrupt), open_group(PATIENT_S) as group:
-        pids = group.exchange("pids", b"%d" % os.getpid())
+    def wait_for_rank_0() -> None:
+        with open_group(PATIENT_S) as group:
+            pids = group.exchange("pids", b"%d" % os.getpid())
+            together(group, "read tensors", partial(interrupt, group, int(pids[1])) if group.rank == 0 else bytes)
 
-        def work() -> bytes:
-            if group.rank == 0:
-                asleep = Path(f"/proc/{int(pids[1])}/wchan")
-                wait_until(lambda: "futex" in asleep.read_text())
-                os.kill(int(pids[1]), signal.SIGINT)
-                work_until_another_rank_fails(group)
-            return b""
-
-        def step() -> None:
-            together(group, "read tensors", work)
-
-        if group.rank != 1:
-            return watch(step)
-        seen = watch(step)
-        error = KeyboardInterrupt()
-        group.__exit__(type(error), error, None)
-    return seen
+    return watch(wait_for_rank_0)
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def interrupt(group: Group, pid: int) -> bytes:
+    """Send SIGINT to `pid` once it waits, then work until that is known."""
+    waits_in = Path(f"/proc/{pid}/wchan")
     deadline = time.monotonic() + 10
-    while not is_so():
+    while "futex" not in waits_in.read_text():
         assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def work_until_another_rank_fails(group: Group) -> None:
-    deadline = time.monotonic() + 10
+    os.kill(pid, signal.SIGINT)
     while time.monotonic() < deadline:
         group.check()
+    return b""
 
 
 def end_one_rank(victim: int, number: int, timeout_s: float) -> Seen:
@@ -275,10 +264,7 @@ def end_one_rank(victim: int, number: int, timeout_s: float) -> Seen:
             os.kill(os.getpid(), number)
         return b""
 
-    group = open_group(timeout_s)
-    seen = watch(lambda: together(group, "read tensors", work))
-    group.close()
-    return seen
+    return watch(lambda: call(work, timeout_s))
 
 
 def fork_on_rank_1_and_be_killed() -> Seen:
@@ -293,8 +279,7 @@ def fork_on_rank_1_and_be_killed() -> Seen:
             os.kill(os.getpid(), signal.SIGKILL)
         return b""
 
-    with open_group(PATIENT_S) as group:
-        return watch(lambda: together(group, "read tensors", work))
+    return watch(lambda: call(work, PATIENT_S))
 
 
 def call_on_all_but(absent: int) -> Seen:
@@ -308,32 +293,25 @@ def work_on_rank_1_for(seconds: float) -> tuple[bytes, ...]:
         time.sleep(seconds if dist.get_rank() == 1 else 0)  # stands for a slow disk
         return b"done" if dist.get_rank() == 1 else b""
 
-    with open_group(IMPATIENT_S) as group:
-        return together(group, "read tensors", work)
+    return call(work, IMPATIENT_S)
 
 
 def save_on_rank_3_while_others_load() -> Seen:
     step = "write files" if dist.get_rank() == 3 else "read headers"
 
-    def call() -> None:
-        with open_group(PATIENT_S) as group:
-            together(group, step, bytes)
-
-    return watch(call)
+    return watch(lambda: call(bytes, PATIENT_S, step))
 
 
 def fail_then_succeed() -> tuple[bytes, ...]:
     for victim in (1, 0, 3):
         fail_on_one_rank(victim, "error")
-    with open_group(PATIENT_S) as group:
-        return together(group, "read tensors", lambda: b"%d" % group.rank)
+    return call(lambda: b"%d" % dist.get_rank(), PATIENT_S)
 
 
 def count_around_fifty_calls() -> tuple[tuple[int, int], tuple[int, int]]:
-    def call() -> tuple[int, int]:
-        with open_group(PATIENT_S) as group:
-            together(group, "read tensors", bytes)
+    def count() -> tuple[int, int]:
+        call(bytes, PATIENT_S)
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
-    counts = [call() for _ in range(50)]
+    counts = [count() for _ in range(50)]
     return counts[0], counts[-1]

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoints import INDEX, expected, file_of, index_of, raw_file, sharded, stored, tensor, write_files
 
 import shardferry
-from shardferry import CheckpointError, CheckpointNotFoundError, CheckpointWarning, InvalidInputError
+from shardferry import CheckpointError, CheckpointNotFoundError, CheckpointWarning, InvalidInputError, StorageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +62,11 @@ def test_a_folder_in_the_place_of_a_shard_file_is_named(tmp_path: Path) -> None:
 def test_a_path_without_anything_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="is missing"):
         shardferry.open_checkpoint(tmp_path / name)
+
+
+def test_a_path_the_file_system_refuses_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be looked at"):
+        shardferry.open_checkpoint(tmp_path / ("x" * 5000))
 
 
 def test_one_error_lists_everything_and_the_path_as_it_was_given(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardferry.errors import CheckpointWarning, InvalidInputError
+from shardferry.errors import CheckpointWarning, InvalidInputError, StorageError
 from shardferry.format.checkpoint import read_checkpoint
 from shardferry.format.problem import Problem, refusal, remarks
 from shardferry.storage.files import LocalFiles
@@ -67,7 +67,11 @@ def survey_checkpoint(
     where = Path(path).absolute()  # not resolved: the name of a link counts, not the name of its target
     entry = None
     files = LocalFiles(str(where))
-    if not where.is_dir():
+    try:
+        is_folder = where.is_dir()
+    except OSError as error:  # no permission on the way, a name too long
+        raise StorageError(f"{where} cannot be looked at: {error.strerror}") from error
+    if not is_folder:
         entry = where.name
         files = LocalFiles(str(where.parent))
         files.size(entry)  # raises if it is not there

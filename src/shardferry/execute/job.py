@@ -38,7 +38,7 @@ from shardferry.plan.agreement import (
     table_to_bytes,
 )
 from shardferry.plan.load import LoadPlan, Wanted, plan_load
-from shardferry.plan.match import Matching, Problems, Rules, match_targets, merge_problems, raise_problems
+from shardferry.plan.match import Matching, Problems, Rules, match_targets, merge_problems, natural_key, raise_problems
 from shardferry.plan.target import Target, region_of
 from shardferry.storage.files import LocalFiles
 from shardferry.storage.local import LocalStore
@@ -176,7 +176,7 @@ def _agree(
 def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:
     merged = merge_problems([table.problems for table in tables])
     known = set(names_in(index, (bits for table in tables for bits in (table.used, table.ignored))))
-    merged.unexpected = [name for name in index.tensors if name not in known]
+    merged.unexpected = sorted((name for name in index.tensors if name not in known), key=natural_key)
     return merged
 
 

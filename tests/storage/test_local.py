@@ -1,0 +1,192 @@
+"""Local files: exact bytes, or an error that names the file and the offset; a mapping can never kill the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardferry.errors import StorageError
+from shardferry.storage.base import Rows
+from shardferry.storage.local import BLOCK_BYTES, LocalFile, LocalStore
+from shardferry.storage.mapping import GuardedMapping
+from shardferry.storage.pagecache import filesystem_type, is_resident
+from shardferry.storage.placement import advise_huge_pages, bytes_off_band, place_bytes
+from shardferry.testing.strategies import intervals
+
+DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_BYTES + 123, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "data").write_bytes(DATA.tobytes())
+    return folder
+
+
+def nothing(_num_bytes: int, _num_requests: int) -> None:
+    """Count nothing."""
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 10), (5, 2 * BLOCK_BYTES), (len(DATA) - 1, 1), (7, 0)])
+def test_reads_are_exact(folder: Path, start: int, size: int) -> None:
+    out = np.zeros(size, np.uint8)
+    counted = []
+    with LocalStore(folder).open("data") as file:
+        file.read_into(out, start, lambda count, requests: counted.append((count, requests)))
+    assert np.array_equal(out, DATA[start : start + size])
+    assert sum(count for count, _ in counted) == size
+
+
+@given(st.data(), st.integers(1, 300), st.integers(0, 40), st.integers(0, 50))
+def test_rows_are_what_numpy_slices(folder: Path, data: st.DataObject, row_bytes: int, num_rows: int, start: int) -> None:
+    columns = data.draw(intervals(row_bytes).filter(bool))
+    width = sum(b - a for a, b in columns)
+    out = np.zeros((num_rows, width), np.uint8)
+    with LocalStore(folder).open("data") as file:
+        file.read_rows(out, Rows(start, row_bytes, columns), nothing)
+    table = DATA[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes)
+    assert np.array_equal(out, np.concatenate([table[:, a:b] for a, b in columns], axis=1))
+
+
+def test_rows_longer_than_a_block_and_a_last_row_at_the_end_of_the_file(folder: Path) -> None:
+    row_bytes = BLOCK_BYTES + 41
+    out = np.zeros((3, 8), np.uint8)
+    start = len(DATA) - 2 * row_bytes - 108
+    with LocalStore(folder).open("data") as file:
+        file.read_rows(out, Rows(start, row_bytes, ((100, 108),)), nothing)
+    assert np.array_equal(out[2], DATA[-8:])
+
+
+def test_a_file_that_ends_early_is_an_error_naming_file_and_offset(folder: Path) -> None:
+    with LocalStore(folder).open("data") as file, pytest.raises(StorageError) as caught:
+        file.read_into(np.zeros(100, np.uint8), len(DATA) - 10, nothing)
+    assert f"{folder}/data" in str(caught.value)
+    assert f"at offset {len(DATA)}" in str(caught.value)
+
+
+def test_a_failing_read_is_an_error_naming_file_and_offset(tmp_path: Path) -> None:
+    """A directory opens, and every read of it fails."""
+    file = LocalFile(os.open(tmp_path, os.O_RDONLY), str(tmp_path))
+    with pytest.raises(StorageError, match="at offset 7 failed: Is a directory"):
+        file.read_into(np.zeros(1, np.uint8), 7, nothing)
+    file.close()
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="absent.*No such file"), LocalStore(tmp_path).open("absent"):
+        pass
+
+
+def test_a_callback_that_raises_stops_the_read(folder: Path) -> None:
+    def stop(_num_bytes: int, _num_requests: int) -> None:
+        raise KeyboardInterrupt
+
+    with LocalStore(folder).open("data") as file, pytest.raises(KeyboardInterrupt):
+        file.read_into(np.zeros(10, np.uint8), 0, stop)
+
+
+def truncate_elsewhere(path: Path, size: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", f"import os; os.truncate({str(path)!r}, {size})"])
+
+
+def test_a_file_cannot_shrink_while_its_mapping_is_copied_from(tmp_path: Path) -> None:
+    """Whoever truncates it waits until the copy is done; after that it is read, and ends early."""
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    descriptor = os.open(path, os.O_RDONLY)
+    mapping = GuardedMapping(descriptor, len(DATA))
+    with mapping.window(0, len(DATA)) as window:
+        if window is None:
+            pytest.skip("no read lease on this filesystem, so nothing is ever mapped")
+        other = truncate_elsewhere(path, 10)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+        assert np.array_equal(window, DATA), "every page is still there"
+    with mapping.window(0, len(DATA)) as window:
+        assert window is None, "somebody waits for the lease, so it is given up"
+    other.wait(10)
+    assert path.stat().st_size == 10
+    mapping.close()
+    os.close(descriptor)
+
+
+def test_a_lease_waited_for_is_given_up_only_when_no_thread_copies(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    descriptor = os.open(path, os.O_RDONLY)
+    mapping = GuardedMapping(descriptor, len(DATA))
+    with mapping.window(0, 100) as first:
+        if first is None:
+            pytest.skip("no read lease on this filesystem, so nothing is ever mapped")
+        other = truncate_elsewhere(path, 10)
+        noticed = threading.Event()
+        while not noticed.is_set():
+            with mapping.window(0, 100) as second:
+                if second is None:
+                    noticed.set()
+        assert path.stat().st_size == len(DATA)
+        assert np.array_equal(first, DATA[:100])
+    other.wait(10)
+    assert path.stat().st_size == 10
+    mapping.close()
+    os.close(descriptor)
+
+
+def test_a_file_open_for_writing_is_read_and_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    with path.open("r+b"):
+        descriptor = os.open(path, os.O_RDONLY)
+        with GuardedMapping(descriptor, len(DATA)).window(0, 10) as window:
+            assert window is None
+        os.close(descriptor)
+
+
+def test_rows_come_out_right_whether_they_are_mapped_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    rows = Rows(3, 1000, ((10, 20), (500, 600)))
+    outs = []
+    for writer in (False, True):
+        requests: list[int] = []
+        out = np.zeros((3000, 110), np.uint8)
+        held = path.open("r+b") if writer else None
+        with LocalStore(tmp_path).open("data") as file:
+            file.read_rows(out, rows, lambda _, count, seen=requests: seen.append(count))  # type: ignore[misc]
+        if held:
+            held.close()
+            assert sum(requests) > 0, "a file somebody writes is never mapped"
+        outs.append(out)
+    assert np.array_equal(*outs)
+
+
+def test_residency_is_what_the_kernel_says(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    descriptor = os.open(path, os.O_RDWR)
+    os.fsync(descriptor)
+    if filesystem_type(descriptor) == "tmpfs" or not is_resident(descriptor, 0, len(DATA)):
+        pytest.skip("this kernel cannot say, or drops nothing here")
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not is_resident(descriptor, 0, len(DATA))
+    os.close(descriptor)
+
+
+def test_memory_is_moved_off_the_slow_band_only_there() -> None:
+    assert [bytes_off_band(4096 * 5 + delta, 4096 * 2) for delta in (0, 1, 31, 32, 4095)] == [0, 64, 64, 0, 0]
+    assert bytes_off_band(64, 40) == 64
+    memory = place_bytes(100, 10)
+    assert bytes_off_band(memory.ctypes.data, 10) == 0
+
+
+def test_small_memory_is_not_advised() -> None:
+    memory = np.empty(1 << 20, np.uint8)
+    assert not advise_huge_pages(memory.ctypes.data, memory.nbytes)

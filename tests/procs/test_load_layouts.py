@@ -144,9 +144,7 @@ def test_two_ranks_load_like_four(ranks: RankPool, checkpoint: str, sharder: Cal
     assert ranks(2).run(compare_with_torch, checkpoint, ROWS, sharder, True) == [[]] * 2
 
 
-def test_fsdp_over_tp_cuts_the_tp_axis_first_where_a_dim_does_not_divide(
-    ranks: RankPool, odd_checkpoint: str
-) -> None:
+def test_fsdp_over_tp_cuts_the_tp_axis_first_where_a_dim_does_not_divide(ranks: RankPool, odd_checkpoint: str) -> None:
     assert ranks(8).run(compare_with_torch, odd_checkpoint, 9, shard_fsdp_tp, True) == [[]] * 8
 
 
@@ -189,9 +187,7 @@ def load_through_state_dict(path: str, told_by: str) -> list[str]:
 
 
 @pytest.mark.parametrize("told_by", ["model", "local sizes"])
-def test_a_detached_state_dict_of_fsdp_over_tp_loads_right(
-    ranks: RankPool, odd_checkpoint: str, told_by: str
-) -> None:
+def test_a_detached_state_dict_of_fsdp_over_tp_loads_right(ranks: RankPool, odd_checkpoint: str, told_by: str) -> None:
     assert ranks(8).run(load_through_state_dict, odd_checkpoint, told_by) == [[]] * 8
 
 
@@ -202,9 +198,16 @@ def load_dtensors(path: str, mesh_shape: tuple[int, ...], layouts: list[tuple[st
     wrong = []
     for name, placements in layouts:
         want = distribute_tensor(file[name], mesh, placements)
-        state = {name: DTensor.from_local(
-            torch.zeros_like(want.to_local()), mesh, placements, run_check=False, shape=want.shape, stride=want.stride()
-        )}
+        state = {
+            name: DTensor.from_local(
+                torch.zeros_like(want.to_local()),
+                mesh,
+                placements,
+                run_check=False,
+                shape=want.shape,
+                stride=want.stride(),
+            )
+        }
         sf.load_state_dict(state, path, strict=False)
         if not torch.equal(state[name].to_local(), want.to_local()):
             wrong.append(f"{name} {placements}")
@@ -223,15 +226,30 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_placements_mean_what_distribute_tensor_makes_of_them(ranks: RankPool, tensors: str) -> None:
     one: list[tuple[str, list[Placement]]] = [
-        ("m", [Shard(0)]), ("m", [Shard(1)]), ("m", [Shard(-1)]), ("m", [Replicate()]), ("cube", [Shard(1)]),
-        ("cube", [Shard(2)]), ("v", [Shard(0)]), ("scalar", [Replicate()]), ("few", [Shard(0)]), ("none", [Shard(0)]),
+        ("m", [Shard(0)]),
+        ("m", [Shard(1)]),
+        ("m", [Shard(-1)]),
+        ("m", [Replicate()]),
+        ("cube", [Shard(1)]),
+        ("cube", [Shard(2)]),
+        ("v", [Shard(0)]),
+        ("scalar", [Replicate()]),
+        ("few", [Shard(0)]),
+        ("none", [Shard(0)]),
         ("none", [Shard(1)]),
     ]
     two: list[tuple[str, list[Placement]]] = [
-        ("m", [Shard(0), Shard(1)]), ("m", [Shard(1), Shard(0)]), ("v", [Shard(0), Shard(0)]),
-        ("cube", [Replicate(), Shard(2)]), ("cube", [Shard(2), Replicate()]), ("m", [_StridedShard(0, split_factor=2), Shard(0)]),
+        ("m", [Shard(0), Shard(1)]),
+        ("m", [Shard(1), Shard(0)]),
+        ("v", [Shard(0), Shard(0)]),
+        ("cube", [Replicate(), Shard(2)]),
+        ("cube", [Shard(2), Replicate()]),
+        ("m", [_StridedShard(0, split_factor=2), Shard(0)]),
     ]
-    three: list[tuple[str, list[Placement]]] = [("cube", [Shard(0), Shard(1), Shard(2)]), ("m", [Replicate(), Shard(0), Shard(0)])]
+    three: list[tuple[str, list[Placement]]] = [
+        ("cube", [Shard(0), Shard(1), Shard(2)]),
+        ("m", [Replicate(), Shard(0), Shard(0)]),
+    ]
     assert ranks(4).run(load_dtensors, tensors, (4,), one) == [[]] * 4
     assert ranks(4).run(load_dtensors, tensors, (2, 2), two) == [[]] * 4
     assert ranks(4).run(load_dtensors, tensors, (2, 1, 2), three) == [[]] * 4
@@ -268,7 +286,9 @@ def load_submesh(path: str) -> Any:
     rank = dist.get_rank()
     state: dict[str, torch.Tensor] = {}
     if rank >= 2:
-        state["v"] = DTensor.from_local(torch.zeros(3 if rank == 2 else 2), mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,))
+        state["v"] = DTensor.from_local(
+            torch.zeros(3 if rank == 2 else 2), mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,)
+        )
     sf.load_state_dict(state, path, strict=False)
     return local(state["v"]).tolist() if state else None
 
@@ -353,7 +373,11 @@ def load_disagreeing(path: str) -> str:
     rank = dist.get_rank()
     dim = 1 if rank == 2 else 0
     size = (12, 2 if rank < 3 else 1) if dim else (3, 7)
-    state = {"m": DTensor.from_local(torch.zeros(size), mesh, [Shard(dim)], run_check=False, shape=torch.Size([12, 7]), stride=(7, 1))}
+    state = {
+        "m": DTensor.from_local(
+            torch.zeros(size), mesh, [Shard(dim)], run_check=False, shape=torch.Size([12, 7]), stride=(7, 1)
+        )
+    }
     with pytest.raises(ShardingError) as caught:
         sf.load_state_dict(state, path, strict=False)
     return str(caught.value)

@@ -10,6 +10,7 @@ import ipaddress
 import socket
 import time
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported without __all__
@@ -30,6 +31,9 @@ FIRST_LOOK_S = 0.001
 LAST_LOOK_S = 0.25
 
 
+_clones: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
+
+
 def open_group(timeout_s: float) -> Group:
     """Return the group of the default process group's ranks, or of this process alone. Collective.
 
@@ -46,9 +50,7 @@ def open_group(timeout_s: float) -> Group:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return SoloGroup()
     rank = dist.get_rank()
-    # A clone has a connection of its own: a thread of the user's that waits in the original cannot block it.
-    default_store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
-    store = default_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - there is no public way to it
     calls = PrefixStore("shardferry", store)
     call = calls.add(f"calls-of-rank-{rank}", 1)
     return connect(
@@ -59,6 +61,17 @@ def open_group(timeout_s: float) -> Group:
         bind_address=lambda: _address_towards(store),
         timeout_s=timeout_s,
     )
+
+
+def _own_connection(default_store: Store) -> Store:
+    """Return a clone of the default store: a thread of the user's that waits in the original cannot block it.
+
+    It is made once per process group. A TCP store's server looks up the name of everybody who connects, for seconds
+    where name servers do not answer, and all ranks wait meanwhile.
+    """
+    if default_store not in _clones:
+        _clones[default_store] = default_store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return _clones[default_store]
 
 
 class StoreRendezvous:

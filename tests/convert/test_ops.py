@@ -72,7 +72,10 @@ def test_a_tensor_stored_in_boxes_is_read_from_those_it_needs() -> None:
     """Rows 3 and 4 of a tensor stored as rows 0-3 and 4-5 come from both boxes."""
     boxes = Tiled((6, 2), (Tile((0, 0), Stored("w", (4, 2))), Tile((4, 0), Stored("w", (2, 2), 1))))
     pieces = list(pull_back(boxes, Region((((3, 5),), ((0, 2),)))))
-    assert [(p.source.part, p.region.dims[0], p.target[0]) for p in pieces] == [(0, ((3, 4),), (0, 1)), (1, ((0, 1),), (1, 2))]
+    assert [(p.source.part, p.region.dims[0], p.target[0]) for p in pieces] == [
+        (0, ((3, 4),), (0, 1)),
+        (1, ((0, 1),), (1, 2)),
+    ]
     assert [leaf.part for leaf in leaves(boxes)] == [0, 1]
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from shardferry.execute.job import Request, run_load
-from shardferry.execute.meter import Meter
-from shardferry.execute.report import LoadReport
-from shardferry.plan.load import Copy, LoadPlan
 from shardferry.plan.match import Rules
 from shardferry.plan.target import Layout, Target
-from shardferry.transport.base import Group
 from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from shardferry.execute.meter import Meter
+    from shardferry.execute.report import LoadReport
+    from shardferry.plan.load import Copy, LoadPlan
+    from shardferry.transport.base import Group
 
 DTYPES = {"F32": np.float32, "I64": np.int64, "F16": np.float16}
 
@@ -71,9 +75,7 @@ class ArrayAdapter:
         dtypes = {target.name: target.dtype for target in self.targets}
         for tensor in plan.tensors:
             self.arrays[tensor.name] = np.full(tensor.local_shape, -1, DTYPES[dtypes[tensor.name]])
-        return {
-            name: ArrayDestination(array, dtypes[name], stage=self.stage) for name, array in self.arrays.items()
-        }
+        return {name: ArrayDestination(array, dtypes[name], stage=self.stage) for name, array in self.arrays.items()}
 
     def staging(self, num_bytes: int, meter: Meter) -> Sequence[ArrayStaging]:
         ring = [ArrayStaging(num_bytes, meter) for _ in range(3)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,10 +24,17 @@ from shardferry.geometry.sharding import MeshLayout, Sharding, Split, region_at
 from shardferry.plan.match import Rules
 from shardferry.plan.target import Target
 from shardferry.testing.groups import rank_outcomes, run_ranks
-from shardferry.transport.base import Group
 from shardferry.transport.solo import SoloGroup
 
-from .arrays import ArrayAdapter, load, request, save, target
+from .arrays import ArrayAdapter, ArrayDestination, load, request, save, target
+
+if TYPE_CHECKING:
+    from shardferry.convert.ops import Expression
+    from collections.abc import Callable, Mapping
+
+    from shardferry.execute.meter import Meter
+    from shardferry.plan.load import LoadPlan
+    from shardferry.transport.base import Group
 
 W = np.arange(60, dtype=np.float32).reshape(12, 5)
 ROWS = MeshLayout((4,), (0, 1, 2, 3), (Split(0, 0),))
@@ -65,7 +72,7 @@ def test_a_transpose_and_a_concatenation_are_exact_under_a_cut(tmp_path: Path, *
     gate, up = W, W + 100
     path = save(tmp_path, gate=gate, up=up)
     fused = concatenate([Stored("gate", (12, 5)), Stored("up", (12, 5))], 0)
-    sources = {"fused": fused, "turned": transpose(Stored("gate", (12, 5)), (1, 0))}
+    sources: dict[str, Expression] = {"fused": fused, "turned": transpose(Stored("gate", (12, 5)), (1, 0))}
     columns = MeshLayout((4,), (0, 1, 2, 3), (Split(0, 1),))
     adapters = {
         rank: ArrayAdapter(
@@ -89,6 +96,7 @@ def test_a_load_of_one_process_needs_no_group(tmp_path: Path) -> None:
 
 def test_everything_that_does_not_fit_is_one_error_by_class_over_all_ranks(tmp_path: Path) -> None:
     path = save(tmp_path, w=W, extra=W, layer2=W, layer10=W, i=np.arange(3))
+
     def make(rank: int) -> ArrayAdapter:
         wrong = [target("absent", (2,), (2,)), target("w", (12, 6), (12, 6))] if rank else [target("i", (3,), (3,))]
         return ArrayAdapter(wrong, unfilled=["cache"] if rank else [])
@@ -144,7 +152,9 @@ def test_floats_are_not_cast_when_the_caller_forbids_it(tmp_path: Path) -> None:
 
 def test_a_rank_that_cuts_a_tensor_otherwise_is_named_on_every_rank(tmp_path: Path) -> None:
     def make(rank: int) -> ArrayAdapter:
-        return ArrayAdapter([target("w", (12, 5), (12, 2), COLUMNS) if rank == 3 else target("w", (12, 5), (3, 5), ROWS)])
+        return ArrayAdapter(
+            [target("w", (12, 5), (12, 2), COLUMNS) if rank == 3 else target("w", (12, 5), (3, 5), ROWS)]
+        )
 
     errors = failures(4, make, save(tmp_path, w=W))
     assert {type(error) for error in errors} == {ShardingError}
@@ -178,7 +188,7 @@ def test_stages_may_have_different_names(tmp_path: Path) -> None:
     assert reports[0].unexpected == ()
 
 
-def two_orders(rows: int, axes: tuple[int, int]) -> tuple[MeshLayout, MeshLayout]:
+def two_orders(axes: tuple[int, int]) -> tuple[MeshLayout, MeshLayout]:
     """Return both meanings of FSDP2-over-TP placements."""
     ranks = tuple(range(axes[0] * axes[1]))
     in_order = MeshLayout(axes, ranks, (Split(0, 0, axes[1]), Split(1, 0)))
@@ -188,7 +198,7 @@ def two_orders(rows: int, axes: tuple[int, int]) -> tuple[MeshLayout, MeshLayout
 @pytest.mark.parametrize("truth", [0, 1])
 def test_local_sizes_of_all_ranks_tell_which_of_two_layouts_is_meant(tmp_path: Path, truth: int) -> None:
     rows, axes = 9, (4, 2)
-    layouts = two_orders(rows, axes)
+    layouts = two_orders(axes)
     path = save(tmp_path, v=np.arange(rows, dtype=np.float32))
     adapters = {}
     for rank in range(8):
@@ -238,7 +248,9 @@ def test_another_revision_on_another_node_is_found_before_anything_is_read(tmp_p
 
     outcomes = rank_outcomes(4, work)
     assert isinstance(outcomes[2], CheckpointChangedError), "the first rank of the other node finds it"
-    assert all(isinstance(outcomes[rank], RankFailedError) and "rank 2 of 4" in str(outcomes[rank]) for rank in (0, 1, 3))
+    assert all(
+        isinstance(outcomes[rank], RankFailedError) and "rank 2 of 4" in str(outcomes[rank]) for rank in (0, 1, 3)
+    )
     assert all(adapter.arrays == {} for adapter in adapters.values())
 
 
@@ -258,7 +270,7 @@ def test_a_file_that_shrank_since_it_was_opened_is_found(tmp_path: Path) -> None
     path = save(tmp_path, w=W)
 
     class Shrinking(ArrayAdapter):
-        def allocate(self, plan, meter):  # type: ignore[no-untyped-def]
+        def allocate(self, plan: LoadPlan, meter: Meter) -> Mapping[str, ArrayDestination]:
             file = path / "model.safetensors"
             file.write_bytes(file.read_bytes()[:-8])
             return super().allocate(plan, meter)
@@ -271,15 +283,15 @@ def test_one_ranks_failing_read_stops_all(tmp_path: Path) -> None:
     path = save(tmp_path, w=W)
 
     class Failing(ArrayAdapter):
-        def allocate(self, plan, meter):  # type: ignore[no-untyped-def]
-            raise StorageError("no memory on the device")
+        def allocate(self, plan: LoadPlan, meter: Meter) -> Mapping[str, ArrayDestination]:
+            raise StorageError(f"no memory for {len(plan.tensors)} tensors beside {meter.peak_bytes}")
 
     errors = failures(3, lambda rank: (Failing if rank == 1 else ArrayAdapter)([target("w", (12, 5), (12, 5))]), path)
     assert isinstance(errors[1], StorageError)
     for rank in (0, 2):
         assert isinstance(errors[rank], RankFailedError)
         assert "read tensors failed on rank 1 of 3" in str(errors[rank])
-        assert "no memory on the device" in str(errors[rank])
+        assert "no memory for 1 tensors" in str(errors[rank])
 
 
 def test_nothing_is_committed_on_any_rank_when_one_fails(tmp_path: Path) -> None:
@@ -298,7 +310,11 @@ def test_nothing_is_committed_on_any_rank_when_one_fails(tmp_path: Path) -> None
 
 def test_progress_ends_at_the_bytes_wanted(tmp_path: Path) -> None:
     seen: list[Progress] = []
-    load(SoloGroup(), ArrayAdapter([target("w", (12, 5), (12, 5))]), request(save(tmp_path, w=W), on_progress=seen.append))
+    load(
+        SoloGroup(),
+        ArrayAdapter([target("w", (12, 5), (12, 5))]),
+        request(save(tmp_path, w=W), on_progress=seen.append),
+    )
     assert seen[-1] == Progress(0, 240, 240)
     assert [step.bytes_done for step in seen] == sorted(step.bytes_done for step in seen)
 

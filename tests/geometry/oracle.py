@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
-from shardferry.geometry.region import Region
-from shardferry.geometry.sharding import MeshLayout
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardferry.geometry.region import Region
+    from shardferry.geometry.sharding import MeshLayout
 
 
 def gather(array: NDArray[np.int64], region: Region) -> NDArray[np.int64]:

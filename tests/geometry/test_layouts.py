@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,14 +17,18 @@ from shardferry.geometry.layouts import (
     head_regions,
     named_regions,
 )
-from shardferry.geometry.region import Region
 
 from .oracle import gather, numbered
+
+if TYPE_CHECKING:
+    from shardferry.geometry.region import Region
 
 
 def rows_of(regions: tuple[Region, ...], shape: tuple[int, ...]) -> list[list[int]]:
     per_row = int(np.prod(shape[1:], dtype=np.int64))
-    return [[e // per_row for e in gather(numbered(shape), r).reshape(len(range(r.shape[0])), -1)[:, 0]] for r in regions]
+    return [
+        [e // per_row for e in gather(numbered(shape), r).reshape(len(range(r.shape[0])), -1)[:, 0]] for r in regions
+    ]
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 1))

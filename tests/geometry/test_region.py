@@ -58,5 +58,5 @@ def test_make_region_refuses_intervals_that_are_no_ascending_disjoint_list(bad: 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 5)])
 def test_a_region_outside_a_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidInputError, match="shape|size"):
+    with pytest.raises(InvalidInputError, match=r"shape|size"):
         check_within(whole((4, 6)), shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,8 +67,11 @@ def test_merging_covers_the_same_bytes_and_bridges_only_small_holes(pairs: list[
     merged = merge_spans(spans, gap).tolist()
     covered = {byte for start, stop in spans.tolist() for byte in range(start, stop)}
     assert covered <= {byte for start, stop in merged for byte in range(start, stop)}
-    assert all(second[0] - first[1] > gap for first, second in zip(merged, merged[1:], strict=False))
+    assert all(second[0] - first[1] > gap for first, second in itertools.pairwise(merged))
     for start, stop in merged:
         holes = [byte for byte in range(start, stop) if byte not in covered]
-        longest = max((sum(1 for other in range(byte, stop) if set(range(byte, other + 1)) <= set(holes)) for byte in holes), default=0)
+        longest = max(
+            (sum(1 for other in range(byte, stop) if set(range(byte, other + 1)) <= set(holes)) for byte in holes),
+            default=0,
+        )
         assert longest <= gap

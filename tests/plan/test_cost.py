@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardferry.geometry.region import box
+from shardferry.geometry.region import Region, box
 from shardferry.geometry.spans import collapse
 from shardferry.plan.cost import choose_access
 from shardferry.units import KIB, MIB
@@ -26,8 +26,6 @@ def test_the_piece_and_the_hole_decide(row_bytes: int, piece_bytes: int, access:
 
 def test_rows_too_long_for_a_scratch_are_read_exactly() -> None:
     """Many thin pieces of a long row."""
-    from shardferry.geometry.region import Region
-
     columns = tuple((start, start + KIB) for start in range(0, 2 * MIB, 2 * KIB))
     assert choose_access(collapse(Region((((0, 2),), columns)), (2, 2 * MIB), 8)) == "spans"
 

@@ -81,7 +81,10 @@ def test_tensors_are_planned_in_file_order() -> None:
 def test_a_tensor_in_boxes_is_read_from_the_files_of_those_it_needs() -> None:
     parts = (Part("f", (8, 12), (0, 0), (2, 2)), Part("g", (8, 12), (2, 0), (2, 2)))
     index = CheckpointIndex(
-        "/", {"w": TensorInfo("U8", (4, 2), "f", (8, 12), parts)}, {"f": FileInfo(12, 8, ""), "g": FileInfo(12, 8, "")}, {}
+        "/",
+        {"w": TensorInfo("U8", (4, 2), "f", (8, 12), parts)},
+        {"f": FileInfo(12, 8, ""), "g": FileInfo(12, 8, "")},
+        {},
     )
     (tensor,) = plan_load(index, [Wanted("w", Stored("w", (4, 2)), box((3, 0), (1, 2)))]).tensors
     assert [(copy.file, copy.first_byte, copy.num_bytes) for copy in tensor.copies] == [("g", 10, 2)]
@@ -89,7 +92,7 @@ def test_a_tensor_in_boxes_is_read_from_the_files_of_those_it_needs() -> None:
 
 def test_a_region_that_cuts_a_packed_byte_is_refused_with_the_tensors_name() -> None:
     index = index_of({"w": ("F4", (2, 8))})
-    with pytest.raises(ShardingError, match="w: .*byte"):
+    with pytest.raises(ShardingError, match=r"w: .*byte"):
         plan_load(index, [Wanted("w", Stored("w", (2, 8)), Region((((0, 2),), ((3, 6),))))])
     with pytest.raises(ShardingError, match="w: F4 packs"):
         plan_load(index, [Wanted("w", transpose(Stored("w", (2, 8)), (1, 0)), whole((8, 2)))])

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,6 +20,9 @@ from shardferry.storage.mapping import GuardedMapping
 from shardferry.storage.pagecache import filesystem_type, is_resident
 from shardferry.storage.placement import advise_huge_pages, bytes_off_band, place_bytes
 from shardferry.testing.strategies import intervals
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_BYTES + 123, np.uint8)
 
@@ -46,7 +49,9 @@ def test_reads_are_exact(folder: Path, start: int, size: int) -> None:
 
 
 @given(st.data(), st.integers(1, 300), st.integers(0, 40), st.integers(0, 50))
-def test_rows_are_what_numpy_slices(folder: Path, data: st.DataObject, row_bytes: int, num_rows: int, start: int) -> None:
+def test_rows_are_what_numpy_slices(
+    folder: Path, data: st.DataObject, row_bytes: int, num_rows: int, start: int
+) -> None:
     columns = data.draw(intervals(row_bytes).filter(bool))
     width = sum(b - a for a, b in columns)
     out = np.zeros((num_rows, width), np.uint8)
@@ -81,7 +86,7 @@ def test_a_failing_read_is_an_error_naming_file_and_offset(tmp_path: Path) -> No
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="absent.*No such file"), LocalStore(tmp_path).open("absent"):
+    with pytest.raises(StorageError, match=r"absent.*No such file"), LocalStore(tmp_path).open("absent"):
         pass
 
 
@@ -165,7 +170,7 @@ def test_rows_come_out_right_whether_they_are_mapped_or_read(tmp_path: Path) -> 
             held.close()
             assert sum(requests) > 0, "a file somebody writes is never mapped"
         outs.append(out)
-    assert np.array_equal(*outs)
+    assert np.array_equal(outs[0], outs[1])
 
 
 def test_residency_is_what_the_kernel_says(tmp_path: Path) -> None:

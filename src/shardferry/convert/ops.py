@@ -10,12 +10,14 @@ Nothing here knows files or frameworks; a leaf's key is opaque.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.errors import InvalidInputError
 from shardferry.geometry.region import Interval, Region, overlap, shift
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,7 @@ def _pull_transposed(node: Transposed, region: Region, target: tuple[Interval, .
 
 def _pull_tile(tile: Tile, region: Region, target: tuple[Interval, ...]) -> Iterator[Piece]:
     dims, place = [], []
-    for intervals, offset, size, (start, _) in zip(
-        region.dims, tile.offsets, tile.part.shape, target, strict=True
-    ):
+    for intervals, offset, size, (start, _) in zip(region.dims, tile.offsets, tile.part.shape, target, strict=True):
         inside, (first, last) = overlap(intervals, offset, offset + size)
         if first == last:
             return

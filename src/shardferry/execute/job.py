@@ -13,17 +13,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardferry.execute.load import Destination, Settings, Staging, execute_load
 from shardferry.execute.meter import Meter
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
 from shardferry.execute.topology import nodes_of, read_threads
-from shardferry.format.index import CheckpointIndex, FileInfo, TensorInfo
 from shardferry.format.checkpoint import check_file
+from shardferry.format.index import CheckpointIndex, FileInfo, TensorInfo
 from shardferry.plan.agreement import (
     Table,
     check_choice,
@@ -42,9 +41,13 @@ from shardferry.plan.match import Matching, Problems, Rules, match_targets, merg
 from shardferry.plan.target import Target, region_of
 from shardferry.storage.files import LocalFiles
 from shardferry.storage.local import LocalStore
-from shardferry.transport.base import Group
 from shardferry.transport.together import together
 from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from shardferry.transport.base import Group
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +119,16 @@ class Request:
 STRATEGY = "independent: every rank reads its own bytes; ranks of a node share its page cache"
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a rank knows once all have agreed."""
+
+    index: CheckpointIndex
+    matching: Matching
+    tables: tuple[Table, ...]
+    nodes: tuple[int, ...]
+
+
 def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
     """Fill the adapter's model. Collective: call on every rank of the group.
 
@@ -132,7 +145,7 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
         unfitting = _unfitting(index, tables)
         raise_problems(unfitting, strict=request.strict)
     with mine.timed("plan"):
-        plan = _plan(group, index, matching, tables, nodes, request)
+        plan = _plan(group, _Known(index, matching, tables, nodes), request.path)
     reports = _read(_Work(group, adapter, plan, index.files, nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
     report = LoadReport(reports, tuple(unfitting.missing), tuple(unfitting.unexpected), ignored, STRATEGY)
@@ -180,28 +193,21 @@ def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:
     return merged
 
 
-def _plan(
-    group: Group,
-    index: CheckpointIndex,
-    matching: Matching,
-    tables: Sequence[Table],
-    nodes: Sequence[int],
-    request: Request,
-) -> LoadPlan:
+def _plan(group: Group, known: _Known, path: str) -> LoadPlan:
     plans: list[LoadPlan] = []
 
     def work() -> bytes:
-        plans.append(plan_load(index, _wanted(matching, tables, group.rank)))
-        _check_files(index, tables, nodes, group.rank, request.path)
+        plans.append(plan_load(known.index, _wanted(known, group.rank)))
+        _check_files(known, group.rank, path)
         return b""
 
     together(group, "plan", work)
     return plans[0]
 
 
-def _wanted(matching: Matching, tables: Sequence[Table], rank: int) -> Iterator[Wanted]:
-    fitting = choose_layouts(tables)
-    for target, source, _ in matching.matches:
+def _wanted(known: _Known, rank: int) -> Iterator[Wanted]:
+    fitting = choose_layouts(known.tables)
+    for target, source, _ in known.matching.matches:
         layout = None
         if target.layouts:
             layout = target.layouts[check_choice(target, fitting[pattern_of(target)], rank)]
@@ -210,15 +216,16 @@ def _wanted(matching: Matching, tables: Sequence[Table], rank: int) -> Iterator[
             yield Wanted(target.name, source, region)
 
 
-def _check_files(index: CheckpointIndex, tables: Sequence[Table], nodes: Sequence[int], rank: int, path: str) -> None:
+def _check_files(known: _Known, rank: int, path: str) -> None:
     """On the first rank of every node but rank 0's: the files its ranks will read are those rank 0 opened."""
-    node = nodes[rank]
-    if node == nodes[0] or list(nodes).index(node) != rank:
+    node = known.nodes[rank]
+    if node == known.nodes[0] or known.nodes.index(node) != rank:
         return
-    names = names_in(index, (table.used for other, table in enumerate(tables) if nodes[other] == node))
+    used = (table.used for other, table in enumerate(known.tables) if known.nodes[other] == node)
+    names = names_in(known.index, used)
     files = LocalFiles(_root_of(path))
-    for file in sorted({file for name in names for file in _files_of(index.tensors[name])}):
-        check_file(files, file, index.files[file])
+    for file in sorted({file for name in names for file in _files_of(known.index.tensors[name])}):
+        check_file(files, file, known.index.files[file])
 
 
 class _Work(NamedTuple):
@@ -247,9 +254,7 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
                 on_bytes=_Counter(work.mine, work.plan.bytes_wanted, work.request.on_progress),
                 check=work.group.check,
             )
-            execute_load(
-                work.plan, destinations, LocalStore(_root_of(work.request.path)), work.files, settings
-            )
+            execute_load(work.plan, destinations, LocalStore(_root_of(work.request.path)), work.files, settings)
         work.mine.num_tensors = len(work.plan.tensors)
         work.mine.peak_extra_bytes = meter.peak_bytes
         work.mine.num_cast, work.mine.num_overflowed = work.adapter.cast_counts()

@@ -9,19 +9,20 @@ there; on an accelerator that overlaps with the next read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from itertools import cycle, groupby, product
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from shardferry.errors import CheckpointChangedError
-from shardferry.format.index import FileInfo
-from shardferry.geometry.spans import Collapsed
 from shardferry.plan.load import Copy, LoadPlan, split_copy
 from shardferry.storage.base import ReadableFile, Rows, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from shardferry.format.index import FileInfo
+    from shardferry.geometry.spans import Collapsed
     from shardferry.storage.base import Bytes
 
 # How often a rank that waits for its own threads asks whether another rank has failed.
@@ -122,7 +123,7 @@ class _Readers:
         self._rings: list[Sequence[Staging]] = []
         self._pool = ThreadPoolExecutor(settings.num_threads) if settings.num_threads > 1 else None
 
-    def __enter__(self) -> _Readers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,7 +133,9 @@ class _Readers:
 
     def run(self, file: ReadableFile, jobs: Iterable[tuple[Destination, Copy]]) -> None:
         """Read all copies of one file; returns when they are done, raises the first failure."""
-        pieces = ((destination, piece) for destination, copy in jobs for piece in split_copy(copy, self._settings.piece_bytes))
+        pieces = (
+            (destination, piece) for destination, copy in jobs for piece in split_copy(copy, self._settings.piece_bytes)
+        )
         if self._pool is None:
             for destination, piece in pieces:
                 self._read(file, destination, piece, self._settings.check)
@@ -195,9 +198,7 @@ class _StoppedError(Exception):
     """Ends a reader thread because another one, or another rank, has failed; never leaves this module."""
 
 
-def _read_spans(
-    file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]
-) -> None:
+def _read_spans(file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]) -> None:
     """Read every contiguous piece by itself."""
     done = 0
     for offset in _outer_offsets(copy.collapsed, keep=1):
@@ -206,9 +207,7 @@ def _read_spans(
             done += stop - start
 
 
-def _read_rows(
-    file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]
-) -> None:
+def _read_rows(file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]) -> None:
     """Read runs of consecutive rows, keeping the wanted columns."""
     collapsed = copy.collapsed
     row_bytes, columns = collapsed.sizes[-1], collapsed.dims[-1]

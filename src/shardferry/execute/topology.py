@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shardferry.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # More threads than this per rank gained nothing (measured on local disks).
 MAX_READ_THREADS = 4

@@ -7,12 +7,15 @@ That keeps atoms few and each one a region, however many intervals a layout has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import product
-from typing import NamedTuple
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.geometry.region import Interval, Intervals, Region, make_region
-from shardferry.geometry.sharding import Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardferry.geometry.sharding import Sharding
 
 
 class Atom(NamedTuple):
@@ -64,7 +67,7 @@ def _classes(dim: int, size: int, sharding: Sharding) -> list[tuple[Intervals, i
             ranks_of[region.dims[dim]] = ranks_of.get(region.dims[dim], 0) | 1 << rank
     bounds = sorted({0, size, *(bound for held in ranks_of for interval in held for bound in interval)})
     classes: dict[int, list[Interval]] = {}
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         mask = sum(ranks for held, ranks in ranks_of.items() if any(a <= start < b for a, b in held))
         classes.setdefault(mask, []).append((start, stop))
     return [(make_region([intervals]).dims[0], mask) for mask, intervals in classes.items()]
@@ -78,7 +81,8 @@ def _joined(parts: list[tuple[Intervals, ...]]) -> Iterable[tuple[Intervals, ...
         for dims in joined:
             rest.setdefault((*dims[:dim], *dims[dim + 1 :]), []).extend(dims[dim])
         joined = [
-            (*others[:dim], make_region([sorted(intervals)]).dims[0], *others[dim:]) for others, intervals in rest.items()
+            (*others[:dim], make_region([sorted(intervals)]).dims[0], *others[dim:])
+            for others, intervals in rest.items()
         ]
     return joined
 

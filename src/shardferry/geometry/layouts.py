@@ -7,11 +7,14 @@ read. They exist because the placements of such tensors do not tell where their 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shardferry.errors import ShardingError
 from shardferry.geometry.region import Interval, Region, make_region, whole
 from shardferry.geometry.sharding import MeshLayout, Split, region_at
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def block_regions(
@@ -82,9 +85,7 @@ def expert_regions(
     )
 
 
-def head_regions(
-    shape: tuple[int, ...], *, num_heads: int, head_dim: int, group_size: int
-) -> tuple[Region, ...]:
+def head_regions(shape: tuple[int, ...], *, num_heads: int, head_dim: int, group_size: int) -> tuple[Region, ...]:
     """Return the regions of a tensor whose rows are heads, dealt over the group; ranks share a head if there are fewer.
 
     Raises:
@@ -150,7 +151,9 @@ def named_regions(
         axes = [_axis(name, axis_names) for name in names]
         pieces = math.prod(mesh_shape[axis] for axis in axes)
         if shape[dim] % pieces:
-            message = f"dim {dim} of shape {shape} has {shape[dim]} elements, not divisible by the {pieces} parts of {names}"
+            message = (
+                f"dim {dim} of shape {shape} has {shape[dim]} elements, not divisible by the {pieces} parts of {names}"
+            )
             raise ShardingError(message)
         splits.extend(Split(axis, dim) for axis in axes)
     if len({split.axis for split in splits}) != len(splits):

@@ -9,11 +9,14 @@ which its bytes lie in a row-major file. Every DTensor placement, packed or expe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
 from shardferry.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]

@@ -9,13 +9,15 @@ not the same as an empty piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.errors import ShardingError
 from shardferry.geometry.region import Interval, Intervals, Region, select, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 class Split(NamedTuple):

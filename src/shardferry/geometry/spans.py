@@ -7,7 +7,6 @@ its product, computed with NumPy. Everything is relative to the tensor's first b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +16,8 @@ from shardferry.errors import InvalidInputError
 from shardferry.geometry.region import Intervals, Region, check_within
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 BITS_PER_BYTE = 8

@@ -13,19 +13,22 @@ import base64
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from shardferry.errors import ShardingError
-from shardferry.format.index import CheckpointIndex
 from shardferry.geometry.sharding import MeshLayout
 from shardferry.plan.match import Matching, Problems, natural_key
 from shardferry.plan.target import Layout, Target, fitting_layouts, holders_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardferry.format.index import CheckpointIndex
 
 # Names a rank tells of a pattern on which ranks disagree; enough to find the first difference of real models.
 MAX_EXPLAINED = 2000

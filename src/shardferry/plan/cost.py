@@ -7,10 +7,12 @@ another call; thinner pieces are read as whole rows and copied out.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from shardferry.geometry.spans import Collapsed
 from shardferry.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from shardferry.geometry.spans import Collapsed
 
 EXACT_PIECE_BYTES = 32 * KIB
 EXACT_GAP_BYTES = 128 * KIB

@@ -6,17 +6,20 @@ what memory those are. Tensors are planned in file order, so that executing it s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.convert.ops import Expression, Piece, Stored, Tile, Tiled, Transposed, pull_back
 from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.format.dtypes import BITS
-from shardferry.format.index import CheckpointIndex, TensorInfo
 from shardferry.geometry.region import Interval, Intervals, Region, select
 from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
 from shardferry.plan.cost import Access, choose_access
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardferry.format.index import CheckpointIndex, TensorInfo
 
 
 class Wanted(NamedTuple):

@@ -6,14 +6,17 @@ Names that do not fit are collected by class, not raised one by one: the lists o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.convert.ops import Expression, Stored, leaves
 from shardferry.errors import MismatchError
-from shardferry.format.index import CheckpointIndex
-from shardferry.plan.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from shardferry.format.index import CheckpointIndex
+    from shardferry.plan.target import Target
 
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 # Names listed per class in an error; the rest is counted.
@@ -136,9 +139,7 @@ def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"([0-9]+)", name) if part)
 
 
-def _find(
-    index: CheckpointIndex, target: Target, sources: Mapping[str, Expression]
-) -> tuple[str, Expression] | None:
+def _find(index: CheckpointIndex, target: Target, sources: Mapping[str, Expression]) -> tuple[str, Expression] | None:
     for name, source in _candidates(index, target, sources):
         if all(leaf.key in index.tensors for leaf in leaves(source)):
             return name, source
@@ -159,7 +160,9 @@ def _fits(target: Target, source: Expression, stored: set[str], cast: bool, prob
     if target.shape is not None and target.shape != source.shape:
         problems.shape.append(f"{target.name}: model {list(target.shape)}, checkpoint {list(source.shape)}")
         return False
-    wrong = sorted(dtype for dtype in stored if dtype != target.dtype and not (cast and {dtype, target.dtype} <= FLOATS))
+    wrong = sorted(
+        dtype for dtype in stored if dtype != target.dtype and not (cast and {dtype, target.dtype} <= FLOATS)
+    )
     if wrong:
         problems.dtype.append(f"{target.name}: model {target.dtype}, checkpoint {', '.join(wrong)}")
         return False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardferry.errors import ShardingError
 from shardferry.geometry.region import Region, whole
 from shardferry.geometry.sharding import MeshLayout, Sharding, region_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Layout = MeshLayout | Sharding
 
@@ -72,6 +75,4 @@ def holders_of(layout: Layout) -> tuple[int, ...]:
 
 def resolve(targets: tuple[Target, ...], chosen: Mapping[str, int]) -> dict[str, Layout | None]:
     """Return the layout of every target, by name, given the index agreed for those with several."""
-    return {
-        target.name: target.layouts[chosen.get(target.name, 0)] if target.layouts else None for target in targets
-    }
+    return {target.name: target.layouts[chosen.get(target.name, 0)] if target.layouts else None for target in targets}

@@ -7,14 +7,15 @@ naming the file and the offset.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from shardferry.geometry.region import Intervals
-
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
     from numpy.typing import NDArray
+
+    from shardferry.geometry.region import Intervals
 
     Bytes = NDArray[np.uint8]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,8 @@ from shardferry.storage.placement import place_bytes
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardferry.storage.base import Bytes, OnRead, Rows
 
 # Bytes per preadv: 1, 4 and 16 MiB are equally fast (measured), and a stop is noticed after each.
@@ -171,5 +172,3 @@ def _copy_columns(out: Bytes, source: Bytes, rows: Rows) -> None:
         )
         np.copyto(out[:, at : at + stop - start], table)
         at += stop - start
-
-

@@ -20,7 +20,6 @@ import fcntl
 import mmap
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +29,8 @@ import numpy as np
 from shardferry.storage.pagecache import PAGE_BYTES, filesystem_type, is_resident
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardferry.storage.base import Bytes
 
 _LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"})

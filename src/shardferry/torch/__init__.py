@@ -1,8 +1,8 @@
 """PyTorch: fill sharded models from Hugging Face checkpoints.
 
-    import shardferry.torch as sf
-    report = sf.load_model(model, "/ckpt")             # in place; FSDP2, HSDP, TP, EP, PP, plain
-    report = sf.load_state_dict(state_dict, "/ckpt")
+import shardferry.torch as sf
+report = sf.load_model(model, "/ckpt")             # in place; FSDP2, HSDP, TP, EP, PP, plain
+report = sf.load_state_dict(state_dict, "/ckpt")
 """
 
 from __future__ import annotations

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from shardferry.execute.meter import Meter
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import box
 from shardferry.geometry.spans import collapse
-from shardferry.plan.load import Copy
 from shardferry.torch.dtypes import elements_per_item, torch_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardferry.execute.meter import Meter
+    from shardferry.plan.load import Copy
     from shardferry.storage.base import Bytes
 
 # Reads into one buffer while the last is on its way to the device, and one is spare.

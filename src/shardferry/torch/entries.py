@@ -7,9 +7,8 @@ declares tied) are one entry with several names; nothing is ever concluded from 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +18,9 @@ from shardferry.errors import InvalidInputError
 from shardferry.plan.target import Target
 from shardferry.torch.dtypes import dtype_name, elements_per_item
 from shardferry.torch.shardings import FsdpCut, GivenSharding, fsdp_cuts, given_layout, layouts_of, local_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 # torch.compile and checkpoint wrappers put their own names into the path of a parameter.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardferry.execute.load import Destination, Staging
-from shardferry.execute.meter import Meter
-from shardferry.plan.load import LoadPlan, TensorPlan
 from shardferry.torch.destinations import TensorDestination, make_staging
 from shardferry.torch.entries import Entry, make_target
 from shardferry.torch.memory import advise_tensor, local_of, make_storage
 from shardferry.torch.shardings import GivenSharding, local_part
+
+if TYPE_CHECKING:
+    from shardferry.execute.load import Destination, Staging
+    from shardferry.execute.meter import Meter
+    from shardferry.plan.load import LoadPlan, TensorPlan
 
 # Puts new memory where an entry's meta tensor was.
 Put = Callable[[Entry, torch.Tensor], None]

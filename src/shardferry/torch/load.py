@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
-from shardferry.execute.report import LoadReport, Progress
 from shardferry.plan.match import Rules
 from shardferry.torch.entries import ignorable_names, model_entries, state_dict_entries, unfilled_buffers
 from shardferry.torch.filler import Filler, put_into_model, put_into_state_dict
 from shardferry.torch.group import open_group
-from shardferry.torch.shardings import GivenSharding
 from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
+
+    from shardferry.execute.report import LoadReport, Progress
+    from shardferry.torch.shardings import GivenSharding
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_BUDGET_BYTES = 256 * MIB
@@ -152,5 +155,7 @@ def _rules(model: nn.Module | None, options: LoadOptions) -> Rules:
 def _check_options(options: LoadOptions) -> None:
     unknown = sorted(set(options) - LoadOptions.__optional_keys__)
     if unknown:
-        message = f"unknown option {', '.join(unknown)}; a load takes {', '.join(sorted(LoadOptions.__optional_keys__))}"
+        message = (
+            f"unknown option {', '.join(unknown)}; a load takes {', '.join(sorted(LoadOptions.__optional_keys__))}"
+        )
         raise TypeError(message)

@@ -7,13 +7,15 @@ given into such storage at the first forward. So its parameters get padded stora
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardferry.storage.placement import advise_huge_pages, bytes_off_band
-from shardferry.torch.entries import Entry
+
+if TYPE_CHECKING:
+    from shardferry.torch.entries import Entry
 
 
 def make_storage(entry: Entry, file_offset: int) -> torch.Tensor:
@@ -31,7 +33,9 @@ def make_storage(entry: Entry, file_offset: int) -> torch.Tensor:
     state = entry.cut.param
     shape = tuple(state.padded_sharded_param_size)
     storage = _new_tensor(shape, dtype, device, file_offset)
-    storage.narrow(entry.cut.dim, _held(state, entry.cut.dim), shape[entry.cut.dim] - _held(state, entry.cut.dim)).zero_()
+    storage.narrow(
+        entry.cut.dim, _held(state, entry.cut.dim), shape[entry.cut.dim] - _held(state, entry.cut.dim)
+    ).zero_()
     return storage.pin_memory() if state.pin_memory else storage
 
 

@@ -8,16 +8,18 @@ a detached DTensor does not, and then both are offered and the local sizes of al
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardferry.errors import ShardingError
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split, region_at
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 # What a caller may give for a tensor whose own layout cannot be trusted: a mesh and placements that apply left to
 # right, or the region of every rank.

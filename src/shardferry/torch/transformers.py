@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PreTrainedModel
 
 from shardferry.torch.entries import non_persistent_buffers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # transformers' own mark for what its initialisation must leave alone (5.24, modeling_utils and initialization).
 _INITIALIZED = "_is_hf_initialized"

@@ -29,9 +29,9 @@ from shardferry.transport.solo import SoloGroup
 from .arrays import ArrayAdapter, ArrayDestination, load, request, save, target
 
 if TYPE_CHECKING:
-    from shardferry.convert.ops import Expression
     from collections.abc import Callable, Mapping
 
+    from shardferry.convert.ops import Expression
     from shardferry.execute.meter import Meter
     from shardferry.plan.load import LoadPlan
     from shardferry.transport.base import Group

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardferry.transport.base import Group
 
-    from .pool import Outcome, RankPool, Store
+    from .pool import Outcome, RankPool
 
 PATIENT_S = 30.0
 IMPATIENT_S = 1.0
@@ -88,7 +88,7 @@ def test_an_error_on_one_rank_is_raised_on_all_within_a_second(ranks: RankPool, 
     assert all(text.endswith(cause) for text in (seen[0].text, seen[1].text, seen[3].text))
 
 
-def test_an_error_on_rank_0_is_raised_on_all_within_a_second(ranks: RankPool) -> None:
+def test_an_error_on_rank_0_with_a_store_over_tcp_is_raised_on_all_within_a_second(ranks: RankPool) -> None:
     seen = ranks(4, store="tcp").run(fail_on_one_rank, 0, "error")
 
     assert seen[0].error_type == "ValueError"
@@ -175,13 +175,12 @@ def test_a_process_without_a_group_works_alone() -> None:
 class TestProcessGroup(GroupTests):
     """The conformance suite on processes that meet through a store of torch's."""
 
-    @pytest.fixture(autouse=True, params=["file", "tcp"])
-    def take_ranks(self, ranks: RankPool, request: pytest.FixtureRequest) -> None:
+    @pytest.fixture(autouse=True)
+    def take_ranks(self, ranks: RankPool) -> None:
         self.ranks = ranks
-        self.store: Store = request.param
 
     def outcomes(self, world_size: int, function: Callable[[Group], object]) -> Sequence[object]:
-        return self.ranks(world_size, store=self.store).run(returned_or_raised, function)
+        return self.ranks(world_size).run(returned_or_raised, function)
 
 
 def survivors(outcomes: Sequence[Outcome], victim: int) -> list[Seen]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -16,7 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardferry.torch as sf
+import torch
 from shardferry.errors import MismatchError, ShardingError
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -211,7 +211,7 @@ def load_dtensors(path: str, mesh_shape: tuple[int, ...], layouts: list[tuple[st
             )
         }
         sf.load_state_dict(state, path, strict=False)
-        if not torch.equal(state[name].to_local(), want.to_local()):
+        if not torch.equal(local(state[name]), want.to_local()):
             wrong.append(f"{name} {placements}")
     return wrong
 
@@ -264,7 +264,7 @@ def load_strided(path: str) -> list[int]:
         "m": DTensor.from_local(torch.zeros(6, 7), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
     }
     sf.load_state_dict(state, path, strict=False)
-    return [int(row) // 7 for row in state["m"].to_local()[:, 0].tolist()]
+    return [int(row) // 7 for row in local(state["m"])[:, 0].tolist()]
 
 
 def test_a_strided_shard_gets_its_piece_of_every_group(ranks: RankPool, tensors: str) -> None:

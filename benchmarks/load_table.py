@@ -52,8 +52,8 @@ def print_tables(records: Sequence[Record]) -> None:
         print("|---|---|---|---|---|---|")
         for name in sorted(times, key=lambda name: statistics.median(times[name].values())):
             print(
-                f"| {name} | {statistics.median(times[name].values()):.3f} | {_ratio(times, name, _is_limit)} | "
-                f"{_ratio(times, name, _is_peer)} | {memory[name] / 1e6:.0f} | {disk[name]:.2f} |"
+                f"| {name} | {statistics.median(times[name].values()):.3f} | {_ratio(times, name, to=_is_limit)} | "
+                f"{_ratio(times, name, to=_is_peer)} | {memory[name] / 1e6:.0f} | {disk[name]:.2f} |"
             )
 
 
@@ -69,11 +69,11 @@ def _times(records: Iterable[Record]) -> Rounds:
     return rounds
 
 
-def _ratio(times: Mapping[str, Rounds], name: str, other: Callable[[str], bool]) -> str:
+def _ratio(times: Mapping[str, Rounds], name: str, *, to: Callable[[str], bool]) -> str:
     """Return how many times longer `name` takes than the fastest of the others."""
     ratios = []
     for round_, seconds in times[name].items():
-        others = [rounds[round_] for key, rounds in times.items() if other(key) and round_ in rounds]
+        others = [rounds[round_] for key, rounds in times.items() if to(key) and round_ in rounds]
         if others:
             ratios.append(seconds / min(others))
     return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}..{max(ratios):.2f}]" if ratios else "-"

@@ -48,7 +48,8 @@ def main() -> None:
         loaders = _that_can_load(arguments.kind, arguments.loaders)
         for round_ in range(arguments.rounds):
             for turn in range(len(loaders)):
-                _run(loaders[(turn + round_ * (len(loaders) // 2 + 1)) % len(loaders)], checkpoint, records, round_)
+                loader = loaders[(turn + round_ * (len(loaders) // 2 + 1)) % len(loaders)]
+                _run(loader, checkpoint, records=records, round_=round_)
     finally:
         if arguments.folder is None:
             shutil.rmtree(folder)
@@ -60,7 +61,7 @@ def _that_can_load(kind: str, loaders: list[str]) -> list[str]:
     return [loader for loader in loaders if not (kind == "moe_packed" and loader == "transformers")]
 
 
-def _run(loader: str, checkpoint: Path, records: Path, round_: int) -> None:
+def _run(loader: str, checkpoint: Path, *, records: Path, round_: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     command += ["-m", "benchmarks.load_worker", loader, str(checkpoint), str(records), str(round_)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}

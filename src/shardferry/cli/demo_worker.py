@@ -61,6 +61,14 @@ class Loader(NamedTuple):
     load: Callable[[str, Layout], tuple[torch.nn.Module, int]]
 
 
+class Task(NamedTuple):
+    """What every load is tried on: the model's path, the tokenized sentences, and the embedding to expect."""
+
+    path: str
+    inputs: dict[str, torch.Tensor]
+    reference: torch.Tensor
+
+
 class Measured(NamedTuple):
     """What one rank saw of one load."""
 
@@ -111,9 +119,9 @@ def main(path: str) -> None:
     try:
         _announce("transformers, one process")
         inputs = dict(AutoTokenizer.from_pretrained(path)(list(SENTENCES), padding=True, return_tensors="pt"))
-        reference = _reference(path, inputs)
+        task = Task(path, inputs, _reference(path, inputs))
         loads = [
-            _compare(path, layout, loader, inputs, reference)
+            _compare(layout, loader, task=task)
             for layout in _layouts()
             for loader in (Loader("shardferry", _load_own_part), Loader("everything", _load_everything))
         ]
@@ -121,7 +129,7 @@ def main(path: str) -> None:
             "file_bytes": Path(path, "model.safetensors").stat().st_size,
             "processes": dist.get_world_size(),
             "sentences": list(SENTENCES),
-            "similarity": (reference @ reference.T).tolist(),
+            "similarity": (task.reference @ task.reference.T).tolist(),
             "tolerance": TOLERANCE,
             "loads": loads,
         }
@@ -197,12 +205,10 @@ def _model_on_meta(path: str) -> transformers.PreTrainedModel:
     return model
 
 
-def _compare(
-    path: str, layout: Layout, loader: Loader, inputs: dict[str, torch.Tensor], reference: torch.Tensor
-) -> LoadResult:
+def _compare(layout: Layout, loader: Loader, *, task: Task) -> LoadResult:
     """Load `REPEATS` times, and return all ranks' best time, highest memory and worst difference."""
     _announce(f"{layout.name}: {loader.name}")
-    runs = [_load_once(path, layout, loader, inputs, reference) for _ in range(REPEATS)]
+    runs = [_load_once(layout, loader, task=task) for _ in range(REPEATS)]
     mine = Measured(
         bytes_read=runs[-1].bytes_read,
         seconds=min(run.seconds for run in runs),
@@ -223,21 +229,19 @@ def _compare(
     }
 
 
-def _load_once(
-    path: str, layout: Layout, loader: Loader, inputs: dict[str, torch.Tensor], reference: torch.Tensor
-) -> Measured:
+def _load_once(layout: Layout, loader: Loader, *, task: Task) -> Measured:
     dist.barrier()
     with PeakMemory() as memory:
         start = time.perf_counter()
-        model, bytes_read = loader.load(path, layout)
+        model, bytes_read = loader.load(task.path, layout)
         seconds = time.perf_counter() - start
-    embedding = _embed(model, inputs)
+    embedding = _embed(model, task.inputs)
     return Measured(
         bytes_read=bytes_read,
         seconds=seconds,
         peak_memory_bytes=memory.growth_bytes,
-        max_difference=(embedding - reference).abs().max().item(),
-        min_cosine=(embedding * reference).sum(dim=1).min().item(),
+        max_difference=(embedding - task.reference).abs().max().item(),
+        min_cosine=(embedding * task.reference).sum(dim=1).min().item(),
     )
 
 

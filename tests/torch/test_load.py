@@ -196,8 +196,18 @@ def test_floats_are_cast_as_torch_casts_them_and_counted(tmp_path: Path, stored:
         sf.load_state_dict(state, tmp_path, cast=False)
 
 
-@pytest.mark.parametrize(
-    ("stored", "wanted"), REFUSED)}, tmp_path / "model.safetensors")
+@pytest.mark.parametrize(("stored", "wanted"), REFUSED)
+def test_nothing_else_is_ever_cast(tmp_path: Path, stored: str, wanted: str) -> None:
+    shape = [2, 8] if stored != "F4" else [2, 16]
+    write_raw(tmp_path / "model.safetensors", stored, shape, bytes(16 * torch_dtype(stored).itemsize))
+    target = torch.zeros(16 * torch_dtype(wanted).itemsize, dtype=torch.uint8).view(torch_dtype(wanted))
+    target = target.view(2, 8) if wanted != "F4" else target[:8].view(2, 4)
+    with pytest.raises(MismatchError, match=f"t: model {wanted}, checkpoint {stored}"):
+        sf.load_state_dict({"t": target}, tmp_path)
+
+
+def test_finite_values_that_overflow_are_counted_and_warned_of(tmp_path: Path) -> None:
+    save_file({"t": torch.tensor([1.0, 1e30, -1e30, float("inf")])}, tmp_path / "model.safetensors")
     state = {"t": torch.zeros(4, dtype=torch.float16)}
     with pytest.warns(CheckpointWarning, match="2 finite values became infinite"):
         report = sf.load_state_dict(state, tmp_path)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -14,9 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardferry.torch as sf
-import torch
 from shardferry.errors import MismatchError, ShardingError
-from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -56,7 +56,7 @@ class Outcome:
 
     Attributes:
         rank: The rank.
-        status: `"returned"`, `"raised"`, `"died"`, `"stopped"` or `"hung"`.
+        status: `"returned"`, `"raised"`, `"died"`, `"stopped"` or `"hung"`; `"ready"` is between pool and worker.
         value: What the function returned.
         error_type: Name of the type of the error that the function raised, else empty.
         error: Its message; the stacks of a rank that hung.
@@ -66,7 +66,7 @@ class Outcome:
     """
 
     rank: int
-    status: Literal["returned", "raised", "died", "stopped", "hung"]
+    status: Literal["ready", "returned", "raised", "died", "stopped", "hung"]
     value: Any = None
     error_type: str = ""
     error: str = ""
@@ -165,7 +165,16 @@ class Ranks:
             # A worker that died between two runs is found by the wait below.
             with contextlib.suppress(BrokenPipeError):
                 worker.connection.send(job)
-        return _collect(workers, deadline=time.monotonic() + limit_s)
+        deadline = time.monotonic() + limit_s
+        # No rank begins before all have their group: one that dies early would fail the others in gloo's set-up.
+        outcomes = _collect(workers, deadline=deadline)
+        if any(outcome.status != "ready" for outcome in outcomes):
+            for worker in workers:
+                worker.kill()  # what gloo leaves behind in a process after a failed set-up breaks later ones
+            return outcomes
+        for worker in workers:
+            worker.connection.send("go")
+        return _collect(workers, deadline=deadline)
 
 
 class _Worker:
@@ -200,12 +209,15 @@ class _Worker:
             wait([self.process.sentinel], timeout=0.05)
         return path.read_text()
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
     def close(self) -> None:
         self.connection.close()  # a worker that waits for its next job ends at this
         self.process.join(0.5)
         if self.process.is_alive():
-            self.process.kill()
-            self.process.join(10)
+            self.kill()
         self.process.close()
 
 
@@ -250,8 +262,7 @@ def _end(rank: int, worker: _Worker) -> Outcome:
     ended_at = time.monotonic()
     state = worker.state()
     stacks = worker.stacks() if state not in {"", "T"} else ""
-    worker.process.kill()
-    worker.process.join(10)
+    worker.kill()
     if not state:
         return Outcome(rank, "died", exit_code=worker.process.exitcode, ended_at=ended_at)
     return Outcome(rank, "stopped" if state == "T" else "hung", error=stacks, ended_at=ended_at)
@@ -270,14 +281,14 @@ def _work(connection: Connection, directory: str) -> None:
                 job: _Job = connection.recv()
             except EOFError:
                 return
-            outcome = _run_job(job)
+            outcome = _run_job(job, connection)
             try:
                 connection.send(outcome)
             except Exception as error:  # noqa: BLE001 - whatever pickling a test's value raises is the test's outcome
                 connection.send(_raised(job.rank, error))
 
 
-def _run_job(job: _Job) -> Outcome:
+def _run_job(job: _Job, connection: Connection) -> Outcome:
     import torch.distributed as dist
 
     try:
@@ -293,6 +304,8 @@ def _run_job(job: _Job) -> Outcome:
             timeout=timedelta(seconds=job.gloo_timeout_s),
         )
         try:
+            connection.send(Outcome(job.rank, "ready"))
+            connection.recv()
             value = function(*args)
             ended_at = time.monotonic()
         finally:

@@ -6,6 +6,7 @@ process group was made with matter here.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import socket
 import time
@@ -30,7 +31,7 @@ UNASSIGNED_ADDRESS = "192.0.2.1"
 FIRST_LOOK_S = 0.001
 LAST_LOOK_S = 0.25
 
-
+# Per default store, this module's own connection to it.
 _clones: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
 
 
@@ -137,6 +138,7 @@ def _means_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+@functools.cache  # a look-up may take seconds, and the way does not change while a job runs
 def _address_on_way_to(host: str, port: int) -> str | None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)

@@ -17,7 +17,6 @@ from shardferry.errors import StorageError
 from shardferry.storage.base import Rows
 from shardferry.storage.local import BLOCK_BYTES, LocalFile, LocalStore
 from shardferry.storage.mapping import GuardedMapping
-from shardferry.storage.pagecache import filesystem_type, is_resident
 from shardferry.storage.placement import advise_huge_pages, bytes_off_band, place_bytes
 from shardferry.testing.strategies import intervals
 
@@ -171,18 +170,6 @@ def test_rows_come_out_right_whether_they_are_mapped_or_read(tmp_path: Path) -> 
             assert sum(requests) > 0, "a file somebody writes is never mapped"
         outs.append(out)
     assert np.array_equal(outs[0], outs[1])
-
-
-def test_residency_is_what_the_kernel_says(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(DATA.tobytes())
-    descriptor = os.open(path, os.O_RDWR)
-    os.fsync(descriptor)
-    if filesystem_type(descriptor) == "tmpfs" or not is_resident(descriptor, 0, len(DATA)):
-        pytest.skip("this kernel cannot say, or drops nothing here")
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    assert not is_resident(descriptor, 0, len(DATA))
-    os.close(descriptor)
 
 
 def test_memory_is_moved_off_the_slow_band_only_there() -> None:

@@ -97,7 +97,7 @@ class LocalFile:
     def read_rows(self, out: Bytes, rows: Rows, on_read: OnRead) -> None:
         """Fill `out` with the wanted columns of consecutive rows.
 
-        Resident rows of a local file are copied out of a guarded mapping, others read in blocks of whole rows.
+        They are copied out of a guarded mapping where there can be one, else read in blocks of whole rows.
 
         Args:
             out: Shape (number of rows, bytes of the columns), uint8.

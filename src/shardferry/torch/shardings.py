@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 # What a caller may give for a tensor whose own layout cannot be trusted: a mesh and placements that apply left to
 # right, or the region of every rank.
 GivenSharding = tuple[DeviceMesh, Sequence[Placement]] | Sharding
+
+
+_known_meshes: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
 
 
 class FsdpCut(NamedTuple):
@@ -56,9 +60,8 @@ def layouts_of(tensor: DTensor, cut: FsdpCut | None, name: str) -> tuple[MeshLay
     Raises:
         ShardingError: If a placement is `Partial`, or unknown.
     """
-    mesh = tensor.device_mesh
     placements = _normalised(tensor.placements, tensor.ndim, name)
-    shape, ranks = tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())
+    shape, ranks = _mesh_ranks(tensor.device_mesh)
     in_order = MeshLayout(shape, ranks, _in_order(tensor, placements))
     if cut is not None:
         return (MeshLayout(shape, ranks, _cut_last(placements, cut.axis)),)
@@ -81,7 +84,7 @@ def given_layout(given: GivenSharding, num_dims: int, name: str) -> MeshLayout |
         return given
     mesh, placements = given
     splits = tuple(_splits(_normalised(placements, num_dims, name)))
-    return MeshLayout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), splits)
+    return MeshLayout(*_mesh_ranks(mesh), splits)
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
@@ -108,6 +111,14 @@ def _cut_of(param: Any) -> FsdpCut:  # noqa: ANN401 - FSDP2's own class is priva
         if cuts and (flattened or isinstance(unsharded[axis], Replicate)):
             return FsdpCut(param, axis, dim)
     return FsdpCut(param, None, dim)
+
+
+def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return a mesh's shape, and its ranks row-major; kept, because torch computes them anew at every look."""
+    if mesh not in _known_meshes:
+        ranks = mesh.mesh
+        _known_meshes[mesh] = (tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+    return _known_meshes[mesh]
 
 
 def _normalised(placements: Iterable[Placement], num_dims: int, name: str) -> tuple[Placement, ...]:

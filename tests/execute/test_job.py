@@ -162,14 +162,16 @@ def test_a_rank_that_cuts_a_tensor_otherwise_is_named_on_every_rank(tmp_path: Pa
     assert "ranks disagree about w: ranks 0-2 have" in str(errors[0])
 
 
-def test_a_rank_without_a_tensor_its_mesh_gives_it_is_named(tmp_path: Path) -> None:
-    def make(rank: int) -> ArrayAdapter:
-        both = [target("v", (12, 5), (3, 5), ROWS), target("w", (12, 5), (3, 5), ROWS)]
-        return ArrayAdapter(both[: 1 if rank == 2 else 2])
-
-    errors = failures(4, make, save(tmp_path, v=W, w=W))
-    assert "ranks disagree about w" in str(errors[0])
-    assert "ranks 2 do not have it so" in str(errors[3])
+def test_a_rank_may_lack_a_tensor_that_its_mesh_would_give_it(tmp_path: Path) -> None:
+    """Frameworks give each rank only its experts, as tensors replicated over the whole mesh."""
+    everywhere = MeshLayout((4,), (0, 1, 2, 3), ())
+    path = save(tmp_path, e0=W, e1=W + 1, e2=W + 2, e3=W + 3, shared=W)
+    adapters = {
+        rank: ArrayAdapter([target(name, (12, 5), (12, 5), everywhere) for name in (f"e{rank}", "shared")])
+        for rank in range(4)
+    }
+    on_ranks(4, lambda rank: adapters[rank], path)
+    assert all(np.array_equal(adapters[rank].arrays[f"e{rank}"], W + rank) for rank in range(4))
 
 
 def test_plain_tensors_of_other_dtypes_on_some_ranks_are_a_disagreement(tmp_path: Path) -> None:

@@ -27,12 +27,14 @@ from shardferry.plan.agreement import (
     Table,
     check_choice,
     choose_layouts,
+    contradicted,
     disputed,
     explain,
     make_table,
+    name_hashes,
     names_in,
     pattern_of,
-    raise_dispute,
+    raise_contradiction,
     table_from_bytes,
     table_to_bytes,
 )
@@ -179,11 +181,16 @@ def _agree(
         return table_to_bytes(make_table(index, matched[0], group.rank))
 
     tables = tuple(table_from_bytes(data) for data in together(group, "compare models", work))
-    wrong = disputed(tables)
-    if wrong:
-        targets = [match.target for match in matched[0].matches]
-        raise_dispute(group.exchange("explain a disagreement", explain(targets, wrong)))
+    patterns = disputed(tables)
+    if patterns:
+        _raise_if_contradicted(group, [match.target for match in matched[0].matches], patterns)
     return matched[0], tables
+
+
+def _raise_if_contradicted(group: Group, targets: Sequence[Target], patterns: frozenset[int]) -> None:
+    hashes = contradicted(group.exchange("compare names", name_hashes(targets, patterns)))
+    if hashes:
+        raise_contradiction(group.exchange("explain a disagreement", explain(targets, hashes)))
 
 
 def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:

@@ -35,6 +35,7 @@ def atoms_of(sharding: Sharding) -> tuple[Atom, ...]:
 
     Examples:
         >>> from shardferry.geometry.region import box
+        >>> from shardferry.geometry.sharding import Sharding
         >>> split = Sharding((4,), (box((0,), (3,)), box((2,), (2,))))
         >>> [(atom.region.dims[0], atom.holders) for atom in atoms_of(split)]
         [(((0, 2),), (0,)), (((2, 3),), (0, 1)), (((3, 4),), (1,))]

@@ -1,8 +1,8 @@
 """Whether all ranks mean the same tensors: tables small enough to exchange among a thousand ranks.
 
 A model has few patterns: combinations of shape, dtype and layout. A rank tells per pattern how many names it has and
-a hash of the set of names, never the names. Every rank that a layout names as a holder must tell the same. Only when
-they do not are names exchanged, to say which one differs.
+a hash of the set of names, never the names. Where not every rank that could have a pattern tells the same, hashes of
+single names follow, to find a name that ranks put under different patterns; only such a name is ever sent itself.
 
 The names a rank uses of the checkpoint travel as a bit set over the index that all ranks share.
 """
@@ -26,7 +26,7 @@ from shardferry.plan.match import Matching, Problems, natural_key
 from shardferry.plan.target import Layout, Target, fitting_layouts, holders_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from shardferry.format.index import CheckpointIndex
 
@@ -60,14 +60,12 @@ class Table:
 
     Attributes:
         rows: One per pattern.
-        undeclared: Count and name hash of the targets nobody declared to be cut.
         used: Bit set over the checkpoint's names: what this rank's targets are made of.
         ignored: Bit set likewise: what its model does not load on purpose.
         problems: What does not fit on this rank.
     """
 
     rows: tuple[Row, ...]
-    undeclared: tuple[int, int]
     used: str
     ignored: str
     problems: Problems
@@ -84,22 +82,19 @@ def make_table(index: CheckpointIndex, matching: Matching, rank: int) -> Table:
             mask = sum(1 << index for index in fitting_layouts(target, source.shape, rank))
             fits[pattern] = fits.get(pattern, mask) & mask
     rows = tuple(_row(pattern, targets, fits.get(pattern, 0)) for pattern, targets in groups.items())
-    plain = [target.name for target, _, _ in matching.matches if not target.layouts]
     used, ignored = (_pack(index, names) for names in (matching.used, matching.ignored))
-    return Table(rows, (len(plain), hash_names(plain)), used, ignored, matching.problems)
+    return Table(rows, used, ignored, matching.problems)
 
 
 def table_to_bytes(table: Table) -> bytes:
     """Return the table for other ranks to decode."""
-    return json.dumps(
-        [table.rows, table.undeclared, table.used, table.ignored, asdict(table.problems)], separators=(",", ":")
-    ).encode()
+    return json.dumps([table.rows, table.used, table.ignored, asdict(table.problems)], separators=(",", ":")).encode()
 
 
 def table_from_bytes(data: bytes) -> Table:
     """Return the table that `table_to_bytes` encoded."""
-    rows, undeclared, used, ignored, problems = json.loads(data)
-    return Table(tuple(Row(*row) for row in rows), tuple(undeclared), used, ignored, Problems(**problems))
+    rows, used, ignored, problems = json.loads(data)
+    return Table(tuple(Row(*row) for row in rows), used, ignored, Problems(**problems))
 
 
 def names_in(index: CheckpointIndex, packed: Iterable[str]) -> list[str]:
@@ -112,22 +107,33 @@ def names_in(index: CheckpointIndex, packed: Iterable[str]) -> list[str]:
 
 
 def disputed(tables: Sequence[Table]) -> frozenset[int]:
-    """Return the patterns on which ranks disagree; the same on every rank that has all tables.
+    """Return the patterns that not all ranks tell alike; the same on every rank that has all tables.
 
-    A pattern is disputed if one of the ranks its layout names does not have the same names under it, or if ranks
-    with the same undeclared names put them under different patterns.
+    That need not be an error: a rank may have only some names, as with pipeline stages or experts. But a name that
+    ranks put under different patterns can only be among these.
     """
-    rows: dict[int, list[Row]] = defaultdict(list)
+    told: dict[int, list[Row]] = defaultdict(list)
     for table in tables:
         for row in table.rows:
-            rows[row.pattern].append(row)
-    wrong = {pattern for pattern, told in rows.items() if told[0].num_holders and not _all_tell(told)}
-    plain: dict[tuple[int, int], set[Row]] = {}
-    for table in tables:
-        mine = {row for row in table.rows if not row.num_holders}
-        first = plain.setdefault(table.undeclared, mine)
-        wrong |= {row.pattern for row in first ^ mine}
-    return frozenset(wrong)
+            told[row.pattern].append(row)
+    return frozenset(pattern for pattern, rows in told.items() if not _all_tell(rows, len(tables)))
+
+
+def name_hashes(targets: Iterable[Target], patterns: frozenset[int]) -> bytes:
+    """Return the hashes of the names this rank has under disputed patterns, for `contradicted`."""
+    pairs = [(hash_names([target.name]), pattern_of(target)) for target in targets]
+    return np.array([pair for pair in pairs if pair[1] in patterns], np.uint64).tobytes()
+
+
+def contradicted(told: Sequence[bytes]) -> frozenset[int]:
+    """Return the hashes of names that ranks put under different patterns.
+
+    Args:
+        told: What `name_hashes` returned on every rank.
+    """
+    pairs = np.unique(np.frombuffer(b"".join(told), np.uint64).reshape(-1, 2), axis=0)
+    again = pairs[1:, 0] == pairs[:-1, 0]
+    return frozenset(pairs[1:, 0][again].tolist())
 
 
 def choose_layouts(tables: Sequence[Table]) -> dict[int, tuple[int, ...]]:
@@ -163,13 +169,13 @@ def check_choice(target: Target, fitting: Sequence[int], rank: int) -> int:
     raise ShardingError(message)
 
 
-def explain(targets: Iterable[Target], patterns: frozenset[int]) -> bytes:
-    """Return the names and layouts this rank has under disputed patterns, for `raise_dispute`."""
-    mine = [(target.name, describe_layout(target)) for target in targets if pattern_of(target) in patterns]
+def explain(targets: Iterable[Target], hashes: frozenset[int]) -> bytes:
+    """Return the names and layouts this rank has of contradicted names, for `raise_contradiction`."""
+    mine = [(target.name, describe_layout(target)) for target in targets if hash_names([target.name]) in hashes]
     return json.dumps(sorted(mine, key=lambda item: natural_key(item[0]))[:MAX_EXPLAINED]).encode()
 
 
-def raise_dispute(told: Sequence[bytes]) -> None:
+def raise_contradiction(told: Sequence[bytes]) -> None:
     """Raise the error that names the first tensor on which ranks disagree, and the ranks.
 
     Args:
@@ -182,13 +188,9 @@ def raise_dispute(told: Sequence[bytes]) -> None:
     for rank, data in enumerate(told):
         for name, text in json.loads(data):
             by_name[name][text].append(rank)
-    views = {name: texts for name, texts in by_name.items() if _differs(texts, by_name)}
-    name = min(views or by_name, key=natural_key)
-    texts = dict(by_name[name])
-    absent = sorted(set(range(len(told))) - {rank for ranks in texts.values() for rank in ranks})
-    said = "; ".join(f"ranks {_ranges(ranks)} have {text}" for text, ranks in texts.items())
-    lacking = f"; ranks {_ranges(absent)} do not have it so" if absent else ""
-    message = f"ranks disagree about {name}: {said}{lacking}. Build the same model with the same mesh on every rank"
+    name = min(by_name, key=natural_key)
+    said = "; ".join(f"ranks {_ranges(ranks)} have {text}" for text, ranks in by_name[name].items())
+    message = f"ranks disagree about {name}: {said}. Build the same model with the same mesh on every rank"
     raise ShardingError(message)
 
 
@@ -227,18 +229,14 @@ def _row(pattern: int, targets: Sequence[Target], fits: int) -> Row:
     return Row(pattern, holders, len(layouts), fits, len(targets), hash_names(target.name for target in targets))
 
 
-def _all_tell(told: Sequence[Row]) -> bool:
-    return len(told) == told[0].num_holders and len({(row.num_tensors, row.names) for row in told}) == 1
+def _all_tell(rows: Sequence[Row], world_size: int) -> bool:
+    expected = rows[0].num_holders or world_size
+    return len(rows) == expected and len({(row.num_tensors, row.names) for row in rows}) == 1
 
 
 def _pack(index: CheckpointIndex, names: frozenset[str]) -> str:
     bits = np.fromiter((name in names for name in index.tensors), np.bool_, len(index.tensors))
     return base64.b64encode(zlib.compress(np.packbits(bits).tobytes(), 1)).decode("ascii")
-
-
-def _differs(texts: Mapping[str, Sequence[int]], by_name: Mapping[str, Mapping[str, Sequence[int]]]) -> bool:
-    most = max(sum(len(ranks) for ranks in other.values()) for other in by_name.values())
-    return len(texts) > 1 or sum(len(ranks) for ranks in texts.values()) < most
 
 
 def _ranges(ranks: Sequence[int]) -> str:

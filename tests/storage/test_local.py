@@ -179,6 +179,11 @@ def test_memory_is_moved_off_the_slow_band_only_there() -> None:
     assert bytes_off_band(memory.ctypes.data, 10) == 0
 
 
-def test_small_memory_is_not_advised() -> None:
-    memory = np.empty(1 << 20, np.uint8)
-    assert not advise_huge_pages(memory.ctypes.data, memory.nbytes)
+def test_small_memory_is_not_advised_unless_it_lies_beside_more() -> None:
+    memory = np.empty(16 << 20, np.uint8)
+    start = memory.ctypes.data
+    assert advise_huge_pages([(start, 1 << 20)]) == 0
+    apart = [(start + at * (2 << 20), 1 << 20) for at in range(8)]
+    assert advise_huge_pages(apart) == 0
+    beside = [(start + at * ((1 << 20) + 4096), 1 << 20) for at in range(8)]
+    assert advise_huge_pages(reversed(beside)) == advise_huge_pages([(start, memory.nbytes)])

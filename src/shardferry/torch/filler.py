@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardferry.torch.destinations import TensorDestination, make_staging
 from shardferry.torch.entries import Entry, make_target
-from shardferry.torch.memory import advise_tensor, local_of, make_storage
+from shardferry.torch.memory import advise_tensors, local_of, make_storage
 from shardferry.torch.shardings import GivenSharding, local_part
 
 if TYPE_CHECKING:
@@ -44,12 +44,15 @@ class Filler:
 
     def allocate(self, plan: LoadPlan, meter: Meter) -> Mapping[str, Destination]:  # noqa: ARG002 - tensors are not extra
         """Return the memory of every tensor of the plan, made where it is on the meta device."""
+        locals_: list[torch.Tensor] = []
         for tensor in plan.tensors:
             entry, dtype = self._entries[tensor.name]
             local = self._local(entry, tensor)
             if local.device.type != "cpu":
                 self._device = local.device
             self._destinations[tensor.name] = TensorDestination(local, dtype, tensor.local_shape)
+            locals_.append(local)
+        advise_tensors(locals_)
         return self._destinations
 
     def staging(self, num_bytes: int, meter: Meter) -> Sequence[Staging]:
@@ -69,7 +72,6 @@ class Filler:
     def _local(self, entry: Entry, plan: TensorPlan) -> torch.Tensor:
         local = local_part(entry.tensor)
         if not local.is_meta:
-            advise_tensor(local)
             return local
         storage = make_storage(entry, plan.copies[0].first_byte if plan.copies else 0)
         self._made.append((entry, storage))

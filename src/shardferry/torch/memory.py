@@ -13,8 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardferry.storage.placement import advise_huge_pages, bytes_off_band
+from shardferry.torch.shardings import local_part
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardferry.torch.entries import Entry
 
 
@@ -28,8 +31,7 @@ def make_storage(entry: Entry, file_offset: int) -> torch.Tensor:
     device = _device_of(entry)
     dtype = entry.tensor.dtype
     if entry.cut is None:
-        local = entry.tensor.to_local() if isinstance(entry.tensor, DTensor) else entry.tensor
-        return _new_tensor(tuple(local.shape), dtype, device, file_offset)
+        return _new_tensor(tuple(local_part(entry.tensor).shape), dtype, device, file_offset)
     state = entry.cut.param
     shape = tuple(state.padded_sharded_param_size)
     storage = _new_tensor(shape, dtype, device, file_offset)
@@ -46,10 +48,10 @@ def local_of(entry: Entry, storage: torch.Tensor) -> torch.Tensor:
     return storage.narrow(entry.cut.dim, 0, _held(entry.cut.param, entry.cut.dim))
 
 
-def advise_tensor(tensor: torch.Tensor) -> None:
-    """Ask for huge pages behind a CPU tensor's memory."""
-    if tensor.device.type == "cpu":
-        advise_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+def advise_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Ask for huge pages behind the memory of those tensors that are on the CPU."""
+    dense = (tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.is_contiguous())
+    advise_huge_pages((tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in dense)
 
 
 def _held(state: Any, dim: int) -> int:  # noqa: ANN401 - FSDP2's own class is private
@@ -75,5 +77,4 @@ def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     move = bytes_off_band(tensor.data_ptr(), file_offset) // dtype.itemsize
     if move:
         tensor = torch.empty(math.prod(shape) + move, dtype=dtype, device=device)[move:].view(shape)
-    advise_tensor(tensor)
     return tensor

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -19,7 +20,6 @@ from shardferry.errors import ShardingError
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split, region_at
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 # What a caller may give for a tensor whose own layout cannot be trusted: a mesh and placements that apply left to
@@ -181,5 +181,5 @@ def _splits(placements: Iterable[Placement]) -> Iterator[Split]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory this rank holds: a DTensor's local tensor, or the tensor itself, detached."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    with torch.no_grad():  # else to_local would record a graph
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -75,7 +75,7 @@ def measure(folder: Path) -> dict[str, float | int]:
         targets = tuple(targets_of(index, RANK))
     with _timed(seconds, "match"):
         matching = match_targets(index, targets, _rules())
-        table_to_bytes(make_table(index, matching, RANK))
+        table_to_bytes(make_table(index, matching, RANK, NUM_RANKS))
     with _timed(seconds, "agree"):
         tables = tuple(map(table_from_bytes, told))
         assert not disputed(tables)
@@ -101,7 +101,7 @@ def tables_of_all_ranks(index: CheckpointIndex) -> list[bytes]:
     tables: list[bytes] = []
     for rank in range(0, NUM_RANKS, EXPERT_RANKS):
         matching = match_targets(index, tuple(targets_of(index, rank)), _rules())
-        tables += [table_to_bytes(make_table(index, matching, rank))] * EXPERT_RANKS
+        tables += [table_to_bytes(make_table(index, matching, rank, NUM_RANKS))] * EXPERT_RANKS
     return tables
 
 

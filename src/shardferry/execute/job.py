@@ -30,6 +30,7 @@ from shardferry.plan.agreement import (
     contradicted,
     disputed,
     explain,
+    hashes_along,
     make_table,
     name_hashes,
     names_in,
@@ -178,17 +179,19 @@ def _agree(
     def work() -> bytes:
         matched.append(match_targets(index, adapter.targets, request.rules))
         matched[0].problems.unfilled.extend(adapter.unfilled)
-        return table_to_bytes(make_table(index, matched[0], group.rank))
+        return table_to_bytes(make_table(index, matched[0], group.rank, group.world_size))
 
     tables = tuple(table_from_bytes(data) for data in together(group, "compare models", work))
-    patterns = disputed(tables)
-    if patterns:
-        _raise_if_contradicted(group, [match.target for match in matched[0].matches], patterns)
+    _check_agreement(group, [match.target for match in matched[0].matches], tables)
     return matched[0], tables
 
 
-def _raise_if_contradicted(group: Group, targets: Sequence[Target], patterns: frozenset[int]) -> None:
-    hashes = contradicted(group.exchange("compare names", name_hashes(targets, patterns)))
+def _check_agreement(group: Group, targets: Sequence[Target], tables: Sequence[Table]) -> None:
+    patterns = disputed(tables)
+    if not patterns:
+        return
+    told = hashes_along(tables) or group.exchange("compare names", name_hashes(targets, patterns))
+    hashes = contradicted(told)
     if hashes:
         raise_contradiction(group.exchange("explain a disagreement", explain(targets, hashes)))
 

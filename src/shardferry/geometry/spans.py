@@ -7,6 +7,7 @@ its product, computed with NumPy. Everything is relative to the tensor's first b
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,10 +38,7 @@ class Collapsed(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes held."""
-        total = 1
-        for intervals in self.dims:
-            total *= sum(stop - start for start, stop in intervals)
-        return total
+        return math.prod(sum(stop - start for start, stop in intervals) for intervals in self.dims)
 
 
 @lru_cache(maxsize=4096)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Names a rank tells of a pattern on which ranks disagree; enough to find the first difference of real models.
 MAX_EXPLAINED = 2000
+# Names of all ranks together up to which their hashes go along with the tables and spare an exchange: 512 KiB.
+MAX_HASHES_ALONG = 32_768
 
 
 class Row(NamedTuple):
@@ -62,17 +64,19 @@ class Table:
         rows: One per pattern.
         used: Bit set over the checkpoint's names: what this rank's targets are made of.
         ignored: Bit set likewise: what its model does not load on purpose.
+        hashes: What `name_hashes` says of all patterns, as text, if that is little enough to send along; else empty.
         problems: What does not fit on this rank.
     """
 
     rows: tuple[Row, ...]
     used: str
     ignored: str
+    hashes: str
     problems: Problems
 
 
-def make_table(index: CheckpointIndex, matching: Matching, rank: int) -> Table:
-    """Return what this rank has to tell."""
+def make_table(index: CheckpointIndex, matching: Matching, rank: int, world_size: int) -> Table:
+    """Return what this rank of a group has to tell."""
     groups: dict[int, list[Target]] = defaultdict(list)
     fits: dict[int, int] = {}
     for target, source, _ in matching.matches:
@@ -83,18 +87,22 @@ def make_table(index: CheckpointIndex, matching: Matching, rank: int) -> Table:
             fits[pattern] = fits.get(pattern, mask) & mask
     rows = tuple(_row(pattern, targets, fits.get(pattern, 0)) for pattern, targets in groups.items())
     used, ignored = (_pack(index, names) for names in (matching.used, matching.ignored))
-    return Table(rows, used, ignored, matching.problems)
+    hashes = ""
+    if len(matching.matches) * world_size <= MAX_HASHES_ALONG:
+        hashes = _text(name_hashes([target for target, _, _ in matching.matches], frozenset(groups)))
+    return Table(rows, used, ignored, hashes, matching.problems)
 
 
 def table_to_bytes(table: Table) -> bytes:
     """Return the table for other ranks to decode."""
-    return json.dumps([table.rows, table.used, table.ignored, asdict(table.problems)], separators=(",", ":")).encode()
+    told = [table.rows, table.used, table.ignored, table.hashes, asdict(table.problems)]
+    return json.dumps(told, separators=(",", ":")).encode()
 
 
 def table_from_bytes(data: bytes) -> Table:
     """Return the table that `table_to_bytes` encoded."""
-    rows, used, ignored, problems = json.loads(data)
-    return Table(tuple(Row(*row) for row in rows), used, ignored, Problems(**problems))
+    rows, used, ignored, hashes, problems = json.loads(data)
+    return Table(tuple(Row(*row) for row in rows), used, ignored, hashes, Problems(**problems))
 
 
 def names_in(index: CheckpointIndex, packed: Iterable[str]) -> list[str]:
@@ -123,6 +131,13 @@ def name_hashes(targets: Iterable[Target], patterns: frozenset[int]) -> bytes:
     """Return the hashes of the names this rank has under disputed patterns, for `contradicted`."""
     pairs = [(hash_names([target.name]), pattern_of(target)) for target in targets]
     return np.array([pair for pair in pairs if pair[1] in patterns], np.uint64).tobytes()
+
+
+def hashes_along(tables: Sequence[Table]) -> list[bytes] | None:
+    """Return what `name_hashes` said on every rank, if all have sent it along."""
+    if any(table.rows and not table.hashes for table in tables):
+        return None
+    return [base64.b64decode(table.hashes) for table in tables]
 
 
 def contradicted(told: Sequence[bytes]) -> frozenset[int]:
@@ -236,7 +251,11 @@ def _all_tell(rows: Sequence[Row], world_size: int) -> bool:
 
 def _pack(index: CheckpointIndex, names: frozenset[str]) -> str:
     bits = np.fromiter((name in names for name in index.tensors), np.bool_, len(index.tensors))
-    return base64.b64encode(zlib.compress(np.packbits(bits).tobytes(), 1)).decode("ascii")
+    return _text(zlib.compress(np.packbits(bits).tobytes(), 1))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def _ranges(ranks: Sequence[int]) -> str:

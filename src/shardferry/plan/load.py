@@ -45,6 +45,7 @@ class Copy(NamedTuple):
         dtype: safetensors dtype stored.
         shape: Shape of the stored tensor (or box), in elements.
         region: Region of it to read.
+        collapsed: That region over as few dims as possible, in bytes.
         axes: The region's array is reordered by these axes: dim i of the target is dim `axes[i]`.
         target: Per dim of the local tensor the half-open range filled.
     """
@@ -54,13 +55,9 @@ class Copy(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     region: Region
+    collapsed: Collapsed
     axes: tuple[int, ...]
     target: tuple[Interval, ...]
-
-    @property
-    def collapsed(self) -> Collapsed:
-        """The region over as few dims as possible, in bytes."""
-        return collapse(self.region, self.shape, BITS[self.dtype])
 
     @property
     def num_bytes(self) -> int:
@@ -125,29 +122,27 @@ def plan_load(index: CheckpointIndex, wanted: Iterable[Wanted]) -> LoadPlan:
 
 
 def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
-    """Yield copies of at most `max_bytes` that together do what `copy` does.
+    """Return copies of at most `max_bytes` that together do what `copy` does.
 
     A single innermost element is never cut, so a piece can be larger if `max_bytes` is less than its bytes.
     """
-    yield from _split(copy, max_bytes, 0)
+    if copy.num_bytes <= max_bytes:
+        return iter((copy,))
+    return _split(copy, max_bytes, 0)
 
 
 def _plan_tensor(index: CheckpointIndex, want: Wanted) -> TensorPlan:
     try:
         copies = tuple(_locate(index, piece) for piece in pull_back(_expand(index, want.source), want.region))
-        for copy in copies:
-            _check_bytes(copy)
     except InvalidInputError as error:
         message = f"{want.name}: {error}"
         raise ShardingError(message) from error
     return TensorPlan(want.name, want.region.shape, copies)
 
 
-def _check_bytes(copy: Copy) -> None:
-    """Refuse now, not while reading, what would cut a byte of a packed dtype in two."""
-    copy.collapsed  # noqa: B018 - raises
-    if BITS[copy.dtype] % BITS_PER_BYTE and copy.axes and copy.axes[-1] != len(copy.axes) - 1:
-        message = f"{copy.dtype} packs several elements into a byte along the last dim, which cannot be moved"
+def _check_axes(dtype: str, axes: tuple[int, ...]) -> None:
+    if BITS[dtype] % BITS_PER_BYTE and axes and axes[-1] != len(axes) - 1:
+        message = f"{dtype} packs several elements into a byte along the last dim, which cannot be moved"
         raise InvalidInputError(message)
 
 
@@ -170,7 +165,9 @@ def _tiles(leaf: Stored, info: TensorInfo) -> Expression:
 def _locate(index: CheckpointIndex, piece: Piece) -> Copy:
     info = index.tensors[piece.source.key]
     part = info.parts[piece.source.part] if info.parts else info
-    return Copy(part.file, part.span[0], info.dtype, part.shape, piece.region, piece.axes, piece.target)
+    _check_axes(info.dtype, piece.axes)
+    collapsed = collapse(piece.region, part.shape, BITS[info.dtype])
+    return Copy(part.file, part.span[0], info.dtype, part.shape, piece.region, collapsed, piece.axes, piece.target)
 
 
 def _first_byte(plan: TensorPlan, order: Mapping[str, int]) -> tuple[int, int]:
@@ -199,4 +196,6 @@ def _narrow(copy: Copy, dim: int, start: int, stop: int) -> Copy:
     target = list(copy.target)
     at = copy.axes.index(dim)
     target[at] = (target[at][0] + start, target[at][0] + stop)
-    return copy._replace(region=Region(tuple(dims)), target=tuple(target))
+    region = Region(tuple(dims))
+    collapsed = collapse(region, copy.shape, BITS[copy.dtype])
+    return copy._replace(region=region, collapsed=collapsed, target=tuple(target))

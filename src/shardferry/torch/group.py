@@ -30,6 +30,7 @@ UNASSIGNED_ADDRESS = "192.0.2.1"
 # Looking for a key costs 0.1 ms; a guess: the first looks come quickly, later ones spare a store with a thousand ranks.
 FIRST_LOOK_S = 0.001
 LAST_LOOK_S = 0.25
+LOOK_AGAIN_AFTER = 1.25
 
 # Per default store, this module's own connection to it.
 _clones: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
@@ -103,7 +104,7 @@ class StoreRendezvous:
                 if remaining_s <= 0:
                     raise TimeoutError(f"no value for {key!r} after {timeout_s:g} s")
                 time.sleep(min(pause_s, remaining_s))
-                pause_s = min(2 * pause_s, LAST_LOOK_S)
+                pause_s = min(LOOK_AGAIN_AFTER * pause_s, LAST_LOOK_S)
             value: bytes = self._store.get(key)
         except RuntimeError as error:  # torch's own errors for a store derive from it
             raise ConnectionError(str(error)) from error

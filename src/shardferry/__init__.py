@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shardferry.errors import (
     CheckpointChangedError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointWarning,
     InvalidInputError,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointChangedError",
     "CheckpointError",
+    "CheckpointExistsError",
     "CheckpointIndex",
     "CheckpointNotFoundError",
     "CheckpointWarning",

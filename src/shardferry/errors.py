@@ -5,6 +5,7 @@
     +-- CheckpointError        (ValueError)         the checkpoint is not acceptable: fix or re-fetch the files
     |   +-- CheckpointNotFoundError (FileNotFoundError)  there is no checkpoint, or a file of it is missing
     |   +-- CheckpointChangedError  files differ from what the job agreed to read
+    +-- CheckpointExistsError  (FileExistsError)    a save would replace a checkpoint: allow it or choose another path
     +-- MismatchError          (ValueError)         names, shapes or dtypes of model and checkpoint do not fit
     +-- ShardingError          (ValueError)         a layout cannot be true, or ranks disagree about it
     +-- StorageError           (OSError)            reading or writing bytes failed
@@ -37,6 +38,12 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointChangedError(CheckpointError):
     """A file is not the one whose header the job agreed to read."""
+
+
+class CheckpointExistsError(ShardferryError, FileExistsError):
+    """A save would replace a checkpoint, which the caller has not allowed."""
+
+    __str__ = Exception.__str__
 
 
 class MismatchError(ShardferryError, ValueError):

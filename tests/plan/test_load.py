@@ -71,6 +71,12 @@ def test_every_wanted_byte_is_read_and_none_lands_twice(data: st.DataObject, max
             assert np.array_equal(again, array)
 
 
+def test_a_piece_of_a_row_is_never_larger_than_its_buffer() -> None:
+    index = index_of({"w": ("U8", (100,))})
+    (tensor,) = plan_load(index, [Wanted("w", Stored("w", (100,)), whole((100,)))]).tensors
+    assert max(piece.num_bytes for piece in split_copy(tensor.copies[0], 9)) == 8
+
+
 def test_tensors_are_planned_in_file_order() -> None:
     index = index_of({"b": ("U8", (4,)), "a": ("U8", (4,))})
     plan = plan_load(index, [Wanted(name, Stored(name, (4,)), whole((4,))) for name in ("a", "b")])

@@ -124,7 +124,7 @@ def plan_load(index: CheckpointIndex, wanted: Iterable[Wanted]) -> LoadPlan:
 def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
     """Return copies of at most `max_bytes` that together do what `copy` does.
 
-    A single innermost element is never cut, so a piece can be larger if `max_bytes` is less than its bytes.
+    The innermost dim is cut at multiples of 4 elements only: less than their bytes is not kept to.
     """
     if copy.num_bytes <= max_bytes:
         return iter((copy,))
@@ -181,7 +181,7 @@ def _split(copy: Copy, max_bytes: int, dim: int) -> Iterator[Copy]:
     size = copy.region.shape[dim]
     step = max(1, size * max_bytes // copy.num_bytes)
     if dim == len(copy.shape) - 1:
-        step = -(-step // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+        step = max(1, step // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
     for start in range(0, size, step):
         yield from _split(_narrow(copy, dim, start, min(size, start + step)), max_bytes, dim + 1)
 

@@ -68,6 +68,33 @@ def test_a_meta_model_gets_memory_and_keeps_what_its_parameters_carry(checkpoint
     assert report.total.num_tensors == 3
 
 
+class Scaled(nn.Parameter):
+    """A parameter class of a user's."""
+
+
+def test_a_meta_tensor_stays_of_its_class(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.w = Scaled(torch.zeros(2, device="meta"))
+    model.b = nn.Buffer(torch.zeros(2, device="meta"))
+    sf.load_model(model, tmp_path)
+    assert type(model.w) is Scaled
+    assert isinstance(model.b, nn.Buffer)
+    assert [model.w.tolist(), model.b.tolist()] == [[1, 1], [1, 1]]
+
+
+def test_tensors_made_in_inference_mode_are_filled_there_and_outside(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        state = {"w": torch.zeros(4, dtype=torch.float64)}
+        sf.load_state_dict(state, tmp_path)
+    assert state["w"].tolist() == [0, 1, 2, 3]
+    with torch.inference_mode():
+        state["w"] = torch.zeros(4, dtype=torch.float64)
+    sf.load_state_dict(state, tmp_path)
+    assert state["w"].tolist() == [0, 1, 2, 3]
+
+
 def test_a_materialised_model_is_filled_in_place(checkpoint: Path) -> None:
     model = Model()
     before = model.linear.weight

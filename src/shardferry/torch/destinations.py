@@ -59,6 +59,11 @@ class TensorDestination:
 
     def store(self, copy: Copy, staged: Bytes) -> None:
         """Take what `copy` read, in the order of its region, out of staging memory, casting it if need be."""
+        # A thread's own mode: a tensor made in inference mode can be changed in that mode only.
+        with torch.inference_mode(self._local.is_inference()):
+            self._store(copy, staged)
+
+    def _store(self, copy: Copy, staged: Bytes) -> None:
         dtype = torch_dtype(copy.dtype)
         shape = _items(copy.region.shape, dtype)
         source = torch.from_numpy(staged).view(dtype).reshape(shape).permute(copy.axes)

@@ -112,11 +112,13 @@ def _as_dtensor(entry: Entry, local: torch.Tensor) -> torch.Tensor:
 
 
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return `new` as a parameter with the same attributes if `old` is one."""
-    if not isinstance(old, nn.Parameter):
-        return new
-    parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+    """Return `new` as what `old` is, a parameter, a buffer or a subclass of one, with the same attributes."""
+    if isinstance(old, DTensor):
+        made: torch.Tensor = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    else:
+        # What nn.Parameter itself does; a subclass's own constructor may want more than a tensor.
+        made = torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # noqa: SLF001
     for attribute, value in vars(old).items():
-        if attribute not in vars(parameter):
-            setattr(parameter, attribute, value)
-    return parameter
+        if attribute not in vars(made):
+            setattr(made, attribute, value)
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardferry.torch as sf
-from shardferry.errors import MismatchError, ShardingError
+from shardferry.errors import InvalidInputError, MismatchError, RankFailedError, ShardingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -395,3 +396,19 @@ def test_ranks_that_disagree_are_named_with_the_tensor(ranks: RankPool, tensors:
     assert "ranks disagree about m" in messages[0]
     assert "ranks 0-1, 3 have F32 [12, 7] on a mesh of shape (4,) (dim 0 over axis 0)" in messages[0]
     assert "ranks 2 have F32 [12, 7] on a mesh of shape (4,) (dim 1 over axis 0)" in messages[0]
+
+
+def load_what_one_rank_cannot(path: str) -> tuple[str, float]:
+    dtype = torch.complex128 if dist.get_rank() == 1 else torch.float32
+    state: dict[str, torch.Tensor] = {"v": torch.zeros(5, dtype=dtype)}
+    start = time.monotonic()
+    with pytest.raises((InvalidInputError, RankFailedError)) as caught:
+        sf.load_state_dict(state, path, strict=False)
+    return str(caught.value), time.monotonic() - start
+
+
+def test_what_one_rank_cannot_even_prepare_is_raised_on_all_at_once(ranks: RankPool, tensors: str) -> None:
+    told = ranks(3).run(load_what_one_rank_cannot, tensors)
+    assert all("v: safetensors files cannot hold torch.complex128" in message for message, _ in told)
+    assert all("failed on rank 1 of 3" in message for message, _ in (told[0], told[2]))
+    assert max(seconds for _, seconds in told) < 5

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
 
 from shardferry.errors import InvalidInputError
 from shardferry.plan.target import Target
@@ -20,7 +22,7 @@ from shardferry.torch.dtypes import dtype_name, elements_per_item
 from shardferry.torch.shardings import FsdpCut, GivenSharding, fsdp_cuts, given_layout, layouts_of, local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 # torch.compile and checkpoint wrappers put their own names into the path of a parameter.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
@@ -61,6 +63,8 @@ class Entry:
 def model_entries(model: nn.Module) -> list[Entry]:
     """Return the parameters and persistent buffers of a model.
 
+    What modules put under `_extra_state` is theirs to read and write, and left alone.
+
     Raises:
         InvalidInputError: If its state dict holds a tensor that is neither, so that filling it would not reach the
             model.
@@ -69,7 +73,7 @@ def model_entries(model: nn.Module) -> list[Entry]:
     slots, cuts = _slots(model), fsdp_cuts(model)
     entries: dict[int, Entry] = {}
     for key, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor) or key.endswith("_extra_state"):
+        if not isinstance(tensor, torch.Tensor) or _is_extra_state(key):
             continue
         entry = entries.get(id(tensor))
         if entry is not None:
@@ -90,6 +94,8 @@ def state_dict_entries(state_dict: Mapping[str, torch.Tensor], model: nn.Module 
     known = {name: entry for entry in model_entries(model) for name in entry.names} if model is not None else {}
     entries: dict[int, Entry] = {}
     for name, tensor in state_dict.items():
+        if _is_extra_state(name):
+            continue
         of_model = known.get(plain_name(name))
         memory = id(tensor) if of_model is None else id(of_model)
         if memory in entries:
@@ -104,8 +110,13 @@ def make_target(entry: Entry, shardings: Mapping[str, GivenSharding]) -> Target 
     """Return what this rank wants of an entry; None if the rank is not on the tensor's mesh.
 
     A sharding the caller gives wins over what the tensor says of itself.
+
+    Raises:
+        InvalidInputError: If its bytes are not a tensor's in plain memory.
+        ShardingError: If its placements are no layout of a stored tensor.
     """
     name, tensor = entry.names[0], entry.tensor
+    check_plain_memory(tensor, name)
     local = tuple(local_part(tensor).shape)
     given = next((shardings[other] for other in entry.names if other in shardings), None)
     target = Target(entry.names, dtype_name(tensor.dtype, name), tuple(tensor.shape), local)
@@ -137,9 +148,11 @@ def non_persistent_buffers(model: nn.Module) -> Iterator[Buffer]:
                 yield Buffer(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, tensor)
 
 
-def unfilled_buffers(model: nn.Module) -> list[str]:
-    """Return the non-persistent buffers that are still on the meta device."""
-    return [buffer.name for buffer in non_persistent_buffers(model) if buffer.tensor.is_meta]
+def unfilled_names(model: nn.Module, entries: Iterable[Entry]) -> list[str]:
+    """Return what is on the meta device and not among the entries: buffers not saved, and what hooks take out."""
+    filled = {id(entry.tensor) for entry in entries}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [plain_name(name) for name, tensor in named if tensor.device.type == "meta" and id(tensor) not in filled]
 
 
 def ignorable_names(model: nn.Module | None) -> Callable[[str], bool]:
@@ -158,9 +171,35 @@ def ignorable_names(model: nn.Module | None) -> Callable[[str], bool]:
     return lambda name: name in computed or (matcher is not None and matcher.search(name) is not None)
 
 
+def check_plain_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise `InvalidInputError` unless a tensor's elements lie in memory of its own, as its dtype and strides say."""
+    if not isinstance(tensor, torch.Tensor):
+        message = f"{name} is no tensor but a {type(tensor).__name__}: take it out of the state dict"
+    elif is_lazy(tensor):
+        message = f"{name} has no shape yet: run one forward of its lazy module first"
+    elif tensor.layout is not torch.strided:
+        message = f"{name} has layout {tensor.layout}: only dense tensors can be filled or stored"
+    else:
+        local = local_part(tensor)
+        if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            message = (
+                f"{name} is a {type(local).__name__}, a tensor subclass that keeps its values elsewhere: load before "
+                "converting the model, or pass the plain tensors it is made of"
+            )
+        elif any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
+            message = f"{name} is an expanded view, whose elements share memory: clone() it first"
+        else:
+            return
+    raise InvalidInputError(message)
+
+
 def plain_name(name: str) -> str:
     """Return a parameter's name without what wrappers put into it."""
     return _WRAPPERS.sub("", name)
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _slots(model: nn.Module) -> dict[int, list[Slot]]:

@@ -13,7 +13,7 @@ from torch import nn
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
 from shardferry.plan.match import Rules
-from shardferry.torch.entries import ignorable_names, model_entries, state_dict_entries, unfilled_buffers
+from shardferry.torch.entries import ignorable_names, model_entries, state_dict_entries, unfilled_names
 from shardferry.torch.filler import Filler, put_into_model, put_into_state_dict
 from shardferry.torch.group import open_group
 from shardferry.units import MIB
@@ -62,7 +62,8 @@ def load_model(
 
     Collective: call on every rank of the default process group, or on one process without a group. Tensors are
     filled in place; those on the meta device get memory (a DTensor on its mesh's device, a plain tensor on torch's
-    default device). Tied parameters stay tied. Non-persistent buffers are not touched.
+    default device). Tied parameters stay tied. Non-persistent buffers are not touched. A parameter on the meta device
+    is replaced by a new one, as `to_empty` does: make the optimizer after the load.
 
     Args:
         model: Plain, or sharded by FSDP2, HSDP, tensor, expert or pipeline parallelism or mixes of them.
@@ -81,10 +82,14 @@ def load_model(
         StorageError: If reading fails; the model's content is then undefined.
         RankFailedError: If another rank failed; says which and why.
     """
-    _check_options(options)
-    filler = Filler(model_entries(model), options.get("shardings", {}), put_into_model)
-    filler.unfilled += unfilled_buffers(model)
-    return run_torch_load(filler, path, _rules(model, options), strict=strict, options=options)
+
+    def prepare() -> tuple[Filler, Request]:
+        entries = model_entries(model)
+        filler = Filler(entries, options.get("shardings", {}), put_into_model)
+        filler.unfilled += unfilled_names(model, entries)
+        return filler, _request(path, model, strict=strict, options=options)
+
+    return _run_torch_load(prepare, options)
 
 
 def load_state_dict(
@@ -113,33 +118,23 @@ def load_state_dict(
     Raises:
         ShardferryError: As `load_model`.
     """
+
+    def prepare() -> tuple[Filler, Request]:
+        entries = state_dict_entries(state_dict, model)
+        filler = Filler(entries, options.get("shardings", {}), partial(put_into_state_dict, state_dict))
+        return filler, _request(path, model, strict=strict, options=options)
+
+    return _run_torch_load(prepare, options)
+
+
+def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: LoadOptions) -> LoadReport:
+    """Load what `prepare` offers; the part that every way of calling shares. Collective.
+
+    The group is opened first: what one rank alone cannot prepare, all ranks must hear of.
+    """
     _check_options(options)
-    entries = state_dict_entries(state_dict, model)
-    filler = Filler(entries, options.get("shardings", {}), partial(put_into_state_dict, state_dict))
-    return run_torch_load(filler, path, _rules(model, options), strict=strict, options=options)
-
-
-def run_torch_load(
-    filler: Filler,
-    path: str | os.PathLike[str],
-    rules: Rules,
-    *,
-    strict: bool,
-    options: LoadOptions,
-) -> LoadReport:
-    """Fill what a filler offers; the part that every way of calling shares. Collective."""
-    request = Request(
-        path=os.fspath(path),
-        strict=strict,
-        checkpoint_strict=options.get("checkpoint_strict", True),
-        variant=options.get("variant"),
-        rules=rules,
-        node_of_rank=options.get("node_of_rank"),
-        on_progress=options.get("on_progress"),
-        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
-    )
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
-        report = run_load(group, filler, request)
+        report = run_load(group, *prepare())
     if report.total.num_overflowed and group.rank == 0:
         message = (
             f"{report.total.num_overflowed} finite values became infinite when tensors were cast to the model's dtype"
@@ -148,8 +143,17 @@ def run_torch_load(
     return report
 
 
-def _rules(model: nn.Module | None, options: LoadOptions) -> Rules:
-    return Rules(sources={}, cast=options.get("cast", True), ignorable=ignorable_names(model))
+def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: bool, options: LoadOptions) -> Request:
+    return Request(
+        path=os.fspath(path),
+        strict=strict,
+        checkpoint_strict=options.get("checkpoint_strict", True),
+        variant=options.get("variant"),
+        rules=Rules(sources={}, cast=options.get("cast", True), ignorable=ignorable_names(model)),
+        node_of_rank=options.get("node_of_rank"),
+        on_progress=options.get("on_progress"),
+        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+    )
 
 
 def _check_options(options: LoadOptions) -> None:

@@ -181,5 +181,7 @@ def _splits(placements: Iterable[Placement]) -> Iterator[Split]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory this rank holds: a DTensor's local tensor, or the tensor itself, detached."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():  # else to_local would record a graph
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        return tensor.to_local().detach()

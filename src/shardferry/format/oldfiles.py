@@ -7,7 +7,8 @@ Everything else is foreign to the save, other variants, adapters and other model
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 Content = Literal["absent", "empty", "foreign", "checkpoint"]
 
 
-class Naming(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Naming:
     """How the files of one checkpoint are called.
 
     Attributes:

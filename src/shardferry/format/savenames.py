@@ -33,10 +33,10 @@ PublishProtocol = Literal["rename", "exchange", "swap", "files", "in place"]
 
 # NAME_MAX is 255 bytes on every common filesystem; what is put around the label takes less than 60.
 _MAX_LABEL_BYTES = 180
-_TOKEN = "[0-9a-z]{4,32}"
-_JOURNAL = re.compile(rf"\.shardferry-({_TOKEN})\.(publishing|published)")
+_OWN = "[0-9a-z]{4,32}"
+_JOURNAL = re.compile(rf"\.shardferry-({_OWN})\.(publishing|published)")
 _KINDS = "staging|retired|probe"
-_ANY_SIBLING = re.compile(rf"\..+\.shardferry(?:-{_TOKEN}\.(?:{_KINDS})|\.lock)", re.DOTALL)
+_ANY_SIBLING = re.compile(rf"\..+\.shardferry(?:-{_OWN}\.(?:{_KINDS})|\.lock)", re.DOTALL)
 
 
 class SaveName(NamedTuple):
@@ -66,7 +66,7 @@ def parse_sibling(entry: str, target: str) -> SaveName | None:
     """Return what an entry's name says if a save to a directory called `target` made it."""
     if entry == sibling_name(target, "", "lock"):
         return SaveName("", "lock")
-    match = re.fullmatch(rf"\.{re.escape(_label(target))}\.shardferry-({_TOKEN})\.({_KINDS})", entry)
+    match = re.fullmatch(rf"\.{re.escape(_label(target))}\.shardferry-({_OWN})\.({_KINDS})", entry)
     return SaveName(*match.groups()) if match else None
 
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from shardferry.storage.renames import Filesystem
 
 # What a filesystem answers when it cannot do something, as opposed to a full or failing disk.
-_CANNOT = frozenset(
-    {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, errno.EIO}
-)
+_CANNOT = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK})
 _FAR = 8192
 
 
@@ -48,7 +46,7 @@ def probe_capabilities(filesystem: Filesystem, folder: str) -> Capabilities:
     Raises:
         OSError: If no directory or file can be made there.
     """
-    able = {}
+    able: dict[str, bool] = {}
     one, other = f"{folder}/one", f"{folder}/other"
     filesystem.make_directory(folder)
     try:

@@ -13,12 +13,15 @@ from shardferry.errors import CheckpointError
 from shardferry.format.impostor import impostor
 from shardferry.format.problem import Findings, Problem, listed, shown
 from shardferry.format.strictjson import BadJsonError, Json, json_kind, parse_object
+from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from shardferry.format.files import Files
 
-# The Hub's tools stop at 10 MiB, which an index with one line per expert can exceed.
-MAX_INDEX_BYTES = 100_000_000
+# The Hub's tools stop here, which an index with one line per expert can exceed.
+HUB_INDEX_BYTES = 10 * MIB
+# A guess: room for two million tensors, and memory for it on any machine that reads such a model.
+MAX_INDEX_BYTES = 256 * MIB
 
 
 class HubIndex(NamedTuple):
@@ -71,27 +74,8 @@ def parse_hub_index(raw: bytes, name: str) -> tuple[HubIndex | None, list[Proble
     return HubIndex(_checked_map(weight_map, findings), total_size), findings.problems
 
 
-def _checked_map(weight_map: dict[str, Json], findings: Findings) -> dict[str, str]:
-    """Return the entries with an acceptable file name; each distinct name is looked at once."""
-    normal: dict[str, str | None] = {}
-    checked: dict[str, str] = {}
-    for tensor, file in weight_map.items():
-        if not isinstance(file, str):
-            findings.add("fatal", f"tensor {shown(tensor)!r}: the file name must be a string, not {json_kind(file)}")
-            continue
-        if file not in normal:
-            wrong = _what_is_wrong(file)
-            normal[file] = None if wrong else str(PurePosixPath(file))
-            if wrong:
-                findings.add("fatal", f"tensor {shown(tensor)!r}: the file {shown(file)!r} {wrong}")
-        name = normal[file]
-        if name is not None:
-            checked[tensor] = name
-    return checked
-
-
-def _what_is_wrong(file: str) -> str | None:
-    """Return why a checkpoint's file must not have this name; the rules hold on every system alike."""
+def refuse_file_name(file: str) -> str | None:
+    """Return why a checkpoint's file must not have this name, None if it may; the rules are alike on every system."""
     windows = PureWindowsPath(file)  # takes both separators
     if windows.drive or windows.root:
         return "is an absolute path: only files in the checkpoint's folder are opened"
@@ -102,3 +86,22 @@ def _what_is_wrong(file: str) -> str | None:
     if not file.endswith(".safetensors"):
         return "is no safetensors file: its name must end in .safetensors"
     return None
+
+
+def _checked_map(weight_map: dict[str, Json], findings: Findings) -> dict[str, str]:
+    """Return the entries with an acceptable file name; each distinct name is looked at once."""
+    normal: dict[str, str | None] = {}
+    checked: dict[str, str] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str):
+            findings.add("fatal", f"tensor {shown(tensor)!r}: the file name must be a string, not {json_kind(file)}")
+            continue
+        if file not in normal:
+            wrong = refuse_file_name(file)
+            normal[file] = None if wrong else str(PurePosixPath(file))
+            if wrong:
+                findings.add("fatal", f"tensor {shown(tensor)!r}: the file {shown(file)!r} {wrong}")
+        name = normal[file]
+        if name is not None:
+            checked[tensor] = name
+    return checked

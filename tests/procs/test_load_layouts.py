@@ -151,6 +151,12 @@ def test_fsdp_over_tp_cuts_the_tp_axis_first_where_a_dim_does_not_divide(ranks: 
     assert ranks(8).run(compare_with_torch, odd_checkpoint, 9, shard_fsdp_tp, "meta") == [[]] * 8
 
 
+def test_a_tp_rank_that_holds_nothing_loads_under_fsdp(ranks: RankPool, tmp_path: Path) -> None:
+    """FSDP2 says [0, 0] of such a part, though the layout gives it [4, 0]."""
+    save_file(numbered(Block(1)), tmp_path / "model.safetensors")
+    assert ranks(4).run(compare_with_torch, str(tmp_path), 1, shard_fsdp_tp, "meta") == [[]] * 4
+
+
 def forward_after_load(path: str) -> float:
     """Return how far the first forward of a loaded FSDP2 model is from the unsharded one, after FSDP2 padded."""
     whole = nn.Sequential(nn.Linear(8, ROWS), nn.Linear(ROWS, 8))

@@ -61,9 +61,17 @@ def fitting_layouts(target: Target, shape: tuple[int, ...], rank: int) -> tuple[
     fitting = []
     for index, layout in enumerate(target.layouts):
         region = region_of(layout, shape, rank)
-        if region is not None and region.shape == target.local_shape:
+        if region is not None and _fits(region.shape, target.local_shape):
             fitting.append(index)
     return tuple(fitting)
+
+
+def _fits(shape: tuple[int, ...], local_shape: tuple[int, ...]) -> bool:
+    """Return whether the shapes are one; those without elements always are.
+
+    FSDP2 gives every empty shard 0 in the dim it cuts, also one that is empty because of another dim.
+    """
+    return shape == local_shape or (0 in shape and 0 in local_shape)
 
 
 def holders_of(layout: Layout) -> tuple[int, ...]:

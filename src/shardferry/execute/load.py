@@ -219,7 +219,7 @@ class _StoppedError(Exception):
 def _read_spans(file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]) -> None:
     """Read every contiguous piece by itself."""
     done = 0
-    for offset in _outer_offsets(copy.collapsed, keep=1):
+    for offset in outer_offsets(copy.collapsed, keep=1):
         for start, stop in copy.collapsed.dims[-1]:
             file.read_into(memory[done : done + stop - start], copy.start + offset + start, on_read)
             done += stop - start
@@ -232,14 +232,14 @@ def _read_rows(file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[
     width = sum(stop - start for start, stop in columns)
     table = memory.reshape(-1, width)
     done = 0
-    for offset in _outer_offsets(collapsed, keep=2):
+    for offset in outer_offsets(collapsed, keep=2):
         for start, stop in collapsed.dims[-2]:
             rows = Rows(copy.start + offset + start * row_bytes, row_bytes, columns)
             file.read_rows(table[done : done + stop - start], rows, on_read)
             done += stop - start
 
 
-def _outer_offsets(collapsed: Collapsed, *, keep: int) -> Iterator[int]:
+def outer_offsets(collapsed: Collapsed, *, keep: int) -> Iterator[int]:
     """Yield the byte offset of every element of the dims outside the innermost `keep`, in file order."""
     strides = [1] * len(collapsed.sizes)
     for dim in range(len(strides) - 2, -1, -1):

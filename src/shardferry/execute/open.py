@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardferry.errors import CheckpointWarning, InvalidInputError, StorageError
+from shardferry.errors import CheckpointNotFoundError, CheckpointWarning, InvalidInputError, StorageError
 from shardferry.format.checkpoint import read_checkpoint
 from shardferry.format.problem import Problem, refusal, remarks
+from shardferry.format.savenames import outer_problems
 from shardferry.storage.files import LocalFiles
 
 if TYPE_CHECKING:
@@ -74,8 +75,27 @@ def survey_checkpoint(
     if not is_folder:
         entry = where.name
         files = LocalFiles(str(where.parent))
-        files.size(entry)  # raises if it is not there
+        _check_there(files, entry, where)
         if variant is not None:
             raise InvalidInputError(f"variant={variant!r} chooses among the files of a folder, but {where} is a file")
     index, problems = read_checkpoint(files, entry, variant)
     return index, tuple(problems)
+
+
+def survey_surroundings(path: str | os.PathLike[str]) -> tuple[Problem, ...]:
+    """Return what lies beside a checkpoint and shows that a save to it is running or was interrupted."""
+    where = Path(path).resolve()
+    try:
+        return tuple(outer_problems(LocalFiles(str(where.parent)).names(), where.name))
+    except (CheckpointNotFoundError, StorageError):  # who may not list the parent sees the checkpoint all the same
+        return ()
+
+
+def _check_there(files: LocalFiles, entry: str, where: Path) -> None:
+    try:
+        files.size(entry)
+    except CheckpointNotFoundError as error:
+        beside = survey_surroundings(where)
+        if not beside:
+            raise
+        raise CheckpointNotFoundError(f"{error}; beside it, {beside[0].message}") from error

@@ -1,4 +1,4 @@
-"""What a load did: measured, per rank and in total."""
+"""What a load or a save did: measured, per rank and in total."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Progress:
 
     Attributes:
         rank: The rank that reports; every rank calls its own callback.
-        bytes_done: Bytes that have landed in tensors.
-        bytes_total: Bytes this rank wants.
+        bytes_done: Bytes that have landed in tensors, or in files.
+        bytes_total: Bytes this rank wants, or writes.
     """
 
     rank: int
@@ -37,6 +37,7 @@ class RankReport:
         bytes_wanted: Bytes that landed in its tensors, as stored.
         bytes_read: Bytes fetched from files, by reads or out of the page cache; more than wanted where whole rows
             were read.
+        bytes_written: Bytes of tensors written to files.
         requests: Calls made to storage.
         seconds: Wall seconds by phase; `"wait"` is time spent waiting for other ranks.
         peak_extra_bytes: Most memory held at one time beside the tensors themselves.
@@ -49,6 +50,7 @@ class RankReport:
     node: int = 0
     bytes_wanted: int = 0
     bytes_read: int = 0
+    bytes_written: int = 0
     requests: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     peak_extra_bytes: int = 0
@@ -104,6 +106,32 @@ class LoadReport:
         return json.dumps({**asdict(self), "total": asdict(self.total)}, indent=2)
 
 
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did on every rank.
+
+    Attributes:
+        ranks: One report per rank, in rank order.
+        files: The weight files, by name.
+        protocol: How they were published; see the explanation of publishing.
+        warnings: What is odd about the result, a sentence each.
+    """
+
+    ranks: tuple[RankReport, ...]
+    files: tuple[str, ...]
+    protocol: str
+    warnings: tuple[str, ...]
+
+    @property
+    def total(self) -> RankReport:
+        """The sum over ranks; seconds and peak memory are the largest of any rank. Its rank is -1."""
+        return sum_reports(self.ranks)
+
+    def to_json(self) -> str:
+        """Return everything as JSON, the total included."""
+        return json.dumps({**asdict(self), "total": asdict(self.total)}, indent=2)
+
+
 def sum_reports(reports: Sequence[RankReport]) -> RankReport:
     """Return the sum of the reports; seconds and peak memory are the largest of any."""
     phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
@@ -112,6 +140,7 @@ def sum_reports(reports: Sequence[RankReport]) -> RankReport:
         node=-1,
         bytes_wanted=sum(report.bytes_wanted for report in reports),
         bytes_read=sum(report.bytes_read for report in reports),
+        bytes_written=sum(report.bytes_written for report in reports),
         requests=sum(report.requests for report in reports),
         seconds={phase: max(report.seconds.get(phase, 0.0) for report in reports) for phase in phases},
         peak_extra_bytes=max((report.peak_extra_bytes for report in reports), default=0),

@@ -66,10 +66,14 @@ def _classes(dim: int, size: int, sharding: Sharding) -> list[tuple[Intervals, i
     for rank, region in enumerate(sharding.regions):
         if region is not None:
             ranks_of[region.dims[dim]] = ranks_of.get(region.dims[dim], 0) | 1 << rank
-    bounds = sorted({0, size, *(bound for held in ranks_of for interval in held for bound in interval)})
+    changes: dict[int, int] = {0: 0, size: 0}
+    for held, ranks in ranks_of.items():
+        for bound in (bound for interval in held for bound in interval):
+            changes[bound] = changes.get(bound, 0) ^ ranks
     classes: dict[int, list[Interval]] = {}
-    for start, stop in pairwise(bounds):
-        mask = sum(ranks for held, ranks in ranks_of.items() if any(a <= start < b for a, b in held))
+    mask = 0
+    for start, stop in pairwise(sorted(changes)):
+        mask ^= changes[start]
         classes.setdefault(mask, []).append((start, stop))
     return [(make_region([intervals]).dims[0], mask) for mask, intervals in classes.items()]
 

@@ -116,6 +116,23 @@ def overlap(intervals: Intervals, start: int, stop: int) -> tuple[Intervals, Int
     return inside, (before, before + sum(b - a for a, b in inside))
 
 
+def positions(inner: Intervals, outer: Intervals) -> Intervals:
+    """Return the local positions of `inner` in an interval list that contains it.
+
+    Examples:
+        >>> positions(((1, 2), (11, 13)), ((0, 3), (10, 13)))
+        ((1, 2), (4, 6))
+    """
+    found: list[Interval] = []
+    for start, stop in inner:
+        _, (first, last) = overlap(outer, start, stop)
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
 def shift(intervals: Intervals, by: int) -> Intervals:
     """Return the intervals moved by `by` elements."""
     return tuple((a + by, b + by) for a, b in intervals)

@@ -1,4 +1,4 @@
-"""PyTorch: fill sharded models from Hugging Face checkpoints.
+"""PyTorch: move sharded models from and to Hugging Face checkpoints.
 
 import shardferry.torch as sf
 report = sf.load_model(model, "/ckpt")             # in place; FSDP2, HSDP, TP, EP, PP, plain
@@ -7,8 +7,21 @@ report = sf.load_state_dict(state_dict, "/ckpt")
 
 from __future__ import annotations
 
-from shardferry.execute.report import LoadReport, Progress, RankReport
+from shardferry.execute.report import LoadReport, Progress, RankReport, SaveReport
 from shardferry.geometry.sharding import Sharding
 from shardferry.torch.load import LoadOptions, load_model, load_state_dict
+from shardferry.torch.save import SaveOptions, save_model, save_state_dict
 
-__all__ = ["LoadOptions", "LoadReport", "Progress", "RankReport", "Sharding", "load_model", "load_state_dict"]
+__all__ = [
+    "LoadOptions",
+    "LoadReport",
+    "Progress",
+    "RankReport",
+    "SaveOptions",
+    "SaveReport",
+    "Sharding",
+    "load_model",
+    "load_state_dict",
+    "save_model",
+    "save_state_dict",
+]

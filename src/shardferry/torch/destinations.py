@@ -36,7 +36,7 @@ class TensorDestination:
         self._shape = shape
         self._overflowed: list[torch.Tensor] = []
         dense = local.device.type == "cpu" and local.is_contiguous() and not local.is_conj() and not local.is_neg()
-        self._memory = _memory_of(local) if dense and local.numel() else None
+        self._memory = memory_of(local) if dense and local.numel() else None
 
     @property
     def num_overflowed(self) -> int:
@@ -140,7 +140,8 @@ def make_staging(device: torch.device, num_bytes: int, meter: Meter) -> list[Hos
     return [PinnedStaging(num_bytes, meter, stream) for _ in range(RING_SIZE)]
 
 
-def _memory_of(tensor: torch.Tensor) -> Bytes:
+def memory_of(tensor: torch.Tensor) -> Bytes:
+    """Return a dense CPU tensor's memory; the caller keeps the tensor alive."""
     # Through the address: NumPy knows neither bfloat16 nor the 8-bit floats.
     count = tensor.numel() * tensor.element_size()
     memory = (ctypes.c_uint8 * count).from_address(tensor.data_ptr())

@@ -1,0 +1,128 @@
+"""`shardferry repack`: write a checkpoint anew, in other files, another dtype or under other names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from shardferry.cli.progress import progress_bar
+from shardferry.errors import InvalidInputError
+from shardferry.execute.open import open_checkpoint
+from shardferry.execute.repack import RepackAdapter, rename
+from shardferry.execute.save_job import SaveRequest, run_save
+from shardferry.plan.packing import parse_size
+from shardferry.transport.solo import SoloGroup
+from shardferry.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardferry.execute.report import SaveReport
+    from shardferry.storage.base import Bytes
+    from shardferry.transport.base import Group
+
+DTYPES = ("F16", "BF16", "F32", "F64")
+BUDGET_BYTES = 256 * MIB
+TIMEOUT_S = 600.0
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Most bytes of tensors in a file.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Cast floating tensors to this dtype (needs torch).")
+@click.option("--rename", "renames", multiple=True, metavar="REGEX=REPL", help="Rename tensors; may be repeated.")
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the work.")
+@click.option("--on-existing", type=click.Choice(("refuse", "replace")), default="refuse", show_default=True)
+@click.option("--no-strict", is_flag=True, help="Go on where only the strict rules of format and index are broken.")
+@click.option("--variant", help="The variant to read, e.g. fp16 for model.fp16.safetensors.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+def repack(  # noqa: PLR0913 - the options of the command line
+    *,
+    source: Path,
+    target: Path,
+    max_shard_size: str,
+    dtype: str | None,
+    renames: tuple[str, ...],
+    ranks: int,
+    on_existing: Literal["refuse", "replace"],
+    no_strict: bool,
+    variant: str | None,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint at SOURCE anew at TARGET: a standard directory of safetensors files.
+
+    SOURCE may also be a folder of torch's rank files. Memory stays within a fixed budget however large the checkpoint
+    is. Configuration and tokenizer files are copied. With --ranks, or under torchrun, several processes share the
+    work; the result is the same.
+    """
+    if ranks > 1 and "RANK" not in os.environ:
+        sys.exit(_run_ranks(ranks))
+    index = open_checkpoint(source, strict=not no_strict, variant=variant)
+    names = rename(list(index.tensors), [_rule(text) for text in renames])
+    with _group() as group, progress_bar("repack") as on_progress:
+        adapter = RepackAdapter(
+            index, names, rank=group.rank, world_size=group.world_size, cast=_cast() if dtype else None
+        )
+        request = SaveRequest(
+            path=os.fspath(target),
+            max_shard_bytes=parse_size(max_shard_size),
+            on_existing=on_existing,
+            dtype=dtype,
+            replicas="trust",
+            metadata={"format": "pt"},
+            files_like=None,
+            hub_limits=False,
+            on_progress=on_progress if group.rank == 0 else None,
+            budget_bytes=BUDGET_BYTES,
+        )
+        report = run_save(group, adapter, request)
+    if group.rank == 0:
+        click.echo(report.to_json() if as_json else _summary(report, target))
+
+
+def _run_ranks(ranks: int) -> int:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run([*launcher, "-m", "shardferry.cli", *sys.argv[1:]], check=False).returncode  # noqa: S603
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, separator, replacement = text.partition("=")
+    if not separator or not pattern:
+        raise InvalidInputError(f"--rename {text!r} is not of the form REGEX=REPL")
+    return pattern, replacement
+
+
+def _cast() -> Callable[[Bytes, str, Bytes, str], None]:
+    from shardferry.torch.casting import cast_bytes
+
+    return cast_bytes
+
+
+@contextmanager
+def _group() -> Iterator[Group]:
+    """Give the group of the launcher's ranks, or of this process alone."""
+    if "RANK" not in os.environ:
+        yield SoloGroup()
+        return
+    import torch.distributed as dist
+
+    from shardferry.torch.group import open_group
+
+    dist.init_process_group("gloo")
+    try:
+        with open_group(TIMEOUT_S) as group:
+            yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def _summary(report: SaveReport, target: Path) -> str:
+    total = report.total
+    return f"{target}: {format_bytes(total.bytes_written)} in {len(report.files)} files, {total.seconds['write']:.1f} s"

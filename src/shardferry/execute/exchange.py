@@ -1,0 +1,158 @@
+"""Carry out an exchange: rounds in which thin pieces travel to the rank that writes them as one."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardferry.execute.load import outer_offsets
+from shardferry.format.dtypes import BITS
+from shardferry.geometry.spans import Collapsed, collapse
+from shardferry.plan.exchange import Box, Part, part_write, parts_of
+from shardferry.storage.writing import open_for_writing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardferry.execute.save import Source, WriteSettings
+    from shardferry.plan.catalogue import Held
+    from shardferry.storage.base import Bytes
+    from shardferry.storage.writing import WritableFile
+    from shardferry.transport.bulk import Mover
+
+
+class Exchange(NamedTuple):
+    """What an exchange is about.
+
+    Attributes:
+        rounds: Boxes of every round.
+        catalogue: Every tensor of the job.
+        dtypes: The dtype each is written in.
+        rank: This rank.
+        world_size: Ranks that take part.
+    """
+
+    rounds: Sequence[tuple[Box, ...]]
+    catalogue: Mapping[str, Held]
+    dtypes: Mapping[str, str]
+    rank: int
+    world_size: int
+
+    @property
+    def bytes_owned(self) -> int:
+        """Bytes this rank writes."""
+        mine = (box for boxes in self.rounds for box in boxes if box.owner == self.rank)
+        return sum(_collapsed(self, box.name, box).num_bytes for box in mine)
+
+
+def execute_exchange(
+    exchange: Exchange, sources: Mapping[str, Source], folder: str, settings: WriteSettings, mover: Mover
+) -> None:
+    """Move every part to the owner of its box, and write the boxes this rank owns. Collective.
+
+    Raises:
+        StorageError: If a write fails; names the file and the offset.
+    """
+    with ExitStack() as stack:
+        files: dict[str, WritableFile] = {}
+        for boxes in exchange.rounds:
+            mine = _move(exchange, boxes, sources, settings, mover)
+            for box, data in mine:
+                if box.file not in files:
+                    files[box.file] = stack.enter_context(open_for_writing(Path(folder, box.file)))
+                start = box.start + _first_byte(_collapsed(exchange, box.name, box))
+                files[box.file].write(data, start, settings.on_bytes)
+        for file in files.values():
+            file.sync()
+
+
+def _move(
+    exchange: Exchange,
+    boxes: Sequence[Box],
+    sources: Mapping[str, Source],
+    settings: WriteSettings,
+    mover: Mover,
+) -> list[tuple[Box, Bytes]]:
+    """Run one round; return the boxes this rank owns with their bytes."""
+    parts = [
+        (box, part) for box in boxes for part in parts_of(box, exchange.catalogue[box.name], exchange.dtypes[box.name])
+    ]
+    outgoing = sorted((p for p in parts if p[1].sender == exchange.rank), key=lambda pair: pair[0].owner)
+    incoming = sorted((p for p in parts if p[0].owner == exchange.rank), key=lambda pair: pair[1].sender)
+    send_sizes, receive_sizes = [0] * exchange.world_size, [0] * exchange.world_size
+    for box, part in outgoing:
+        send_sizes[box.owner] += _num_bytes(exchange, box, part)
+    for box, part in incoming:
+        receive_sizes[part.sender] += _num_bytes(exchange, box, part)
+    send = settings.buffers.get("send", sum(send_sizes))
+    receive = settings.buffers.get("receive", sum(receive_sizes))
+    _gather(exchange, outgoing, sources, send)
+    mover.all_to_all(send, send_sizes, receive, receive_sizes)
+    return _assemble(exchange, incoming, receive, settings)
+
+
+def _gather(
+    exchange: Exchange, outgoing: Sequence[tuple[Box, Part]], sources: Mapping[str, Source], send: Bytes
+) -> None:
+    done = 0
+    for box, part in outgoing:
+        write = part_write(box, part, exchange.catalogue[box.name], exchange.dtypes[box.name])
+        out = send[done : done + write.num_bytes]
+        data = sources[box.name].direct(write)
+        if data is None:
+            sources[box.name].fetch(write, out)
+        else:
+            np.copyto(out, data)
+        done += write.num_bytes
+
+
+def _assemble(
+    exchange: Exchange, incoming: Sequence[tuple[Box, Part]], receive: Bytes, settings: WriteSettings
+) -> list[tuple[Box, Bytes]]:
+    made: dict[Box, Bytes] = {}
+    done = 0
+    for box, part in incoming:
+        whole = _collapsed(exchange, box.name, box)
+        if box not in made:
+            made[box] = settings.buffers.get("box", whole.num_bytes)  # a rank owns one box a round at most
+        collapsed = _collapsed(exchange, box.name, part)
+        count = collapsed.num_bytes
+        _scatter(receive[done : done + count], collapsed, made[box], _first_byte(whole))
+        done += count
+    return list(made.items())
+
+
+def _scatter(data: Bytes, collapsed: Collapsed, out: Bytes, base: int) -> None:
+    """Put a part's bytes where they lie in its box, whose first byte is `base` in the tensor."""
+    keep = min(2, len(collapsed.sizes))
+    row_bytes, columns = collapsed.sizes[-1], collapsed.dims[-1]
+    runs = collapsed.dims[-2] if keep > 1 else ((0, 1),)
+    table = data.reshape(-1, sum(stop - start for start, stop in columns))
+    row = 0
+    for offset in outer_offsets(collapsed, keep=keep):
+        for first, last in runs:
+            at = 0
+            for start, stop in columns:
+                begin = offset + first * row_bytes + start - base
+                place = np.lib.stride_tricks.as_strided(out[begin:], (last - first, stop - start), (row_bytes, 1))
+                place[...] = table[row : row + last - first, at : at + stop - start]
+                at += stop - start
+            row += last - first
+
+
+def _collapsed(exchange: Exchange, name: str, part: Box | Part) -> Collapsed:
+    return collapse(part.region, exchange.catalogue[name].shape, BITS[exchange.dtypes[name]])
+
+
+def _num_bytes(exchange: Exchange, box: Box, part: Part) -> int:
+    return _collapsed(exchange, box.name, part).num_bytes
+
+
+def _first_byte(collapsed: Collapsed) -> int:
+    offset = 0
+    for size, intervals in zip(collapsed.sizes, collapsed.dims, strict=True):
+        offset = offset * size + intervals[0][0]
+    return offset

@@ -1,0 +1,154 @@
+"""A save's staged files over all ranks: made together, written by all, published by rank 0, or removed.
+
+The steps on the filesystem are storage's, which of them are taken is plan's decision; here they get their order
+among ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardferry.format.oldfiles import Naming
+from shardferry.plan.publish import check_existing, choose_protocol
+from shardferry.storage.place import Place
+from shardferry.storage.publish import Claim, Publication, claim_target
+from shardferry.storage.renames import LocalFilesystem
+from shardferry.storage.target import survey_target
+from shardferry.storage.writing import create_file
+from shardferry.transport.together import together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardferry.format.savenames import PublishProtocol
+    from shardferry.plan.packing import CheckpointLayout
+    from shardferry.plan.publish import OnExisting
+    from shardferry.transport.base import Group
+
+logger = logging.getLogger(__name__)
+
+NAMING = Naming()
+
+
+class _Begun(NamedTuple):
+    """What rank 0 holds of a save that has begun."""
+
+    claim: Claim
+    publication: Publication
+
+
+class Staging:
+    """Files that are staged and not published yet.
+
+    Attributes:
+        folder: Where every rank writes its bytes.
+        protocol: How they will be published.
+        remarks: On rank 0, what of earlier saves or of the old checkpoint had to stay, as sentences.
+    """
+
+    def __init__(
+        self, group: Group, layout: CheckpointLayout, place: Place, protocol: PublishProtocol, begun: _Begun | None
+    ) -> None:
+        """Take over what `stage` has made."""
+        self.folder = place.staging
+        self.protocol = protocol
+        self.remarks: tuple[str, ...] = begun.claim.remarks if begun else ()
+        self._group = group
+        self._layout = layout
+        self._begun = begun
+        self._is_published = False
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Give a context at whose end the target is free for other saves, and nothing staged is left if it failed."""
+        try:
+            yield
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            if self._begun is not None:
+                self._begun.claim.lock.release()
+
+    def publish(self, write_extras: Callable[[Path], None]) -> None:
+        """Make the staged files the checkpoint, when every rank has written and synced its bytes. Collective.
+
+        Args:
+            write_extras: Writes what belongs beside the weights into the folder it is given; called on rank 0.
+        """
+
+        def work() -> bytes:
+            if self._begun is not None:
+                self._publish(self._begun, write_extras)
+            return b""
+
+        together(self._group, "publish", work)
+
+    def _publish(self, begun: _Begun, write_extras: Callable[[Path], None]) -> None:
+        layout = self._layout
+        write_extras(Path(self.folder))
+        index = None if layout.index is None or layout.index_name is None else (layout.index_name, layout.index)
+        begun.publication.seal({file.name: file.size for file in layout.files}, index)
+        state = survey_target(begun.claim.state.path, NAMING)
+        self.remarks += begun.publication.publish(state, self.protocol)
+        self._is_published = True
+
+    def _abort(self) -> None:
+        if self._begun is not None and not self._is_published:
+            for remark in self._begun.publication.abort():
+                logger.warning("a failed save has left something: %s", remark)
+
+
+def stage(group: Group, path: str, layout: CheckpointLayout, on_existing: OnExisting) -> Staging:
+    """Claim the target and create the files with their headers. Collective.
+
+    Raises:
+        CheckpointExistsError: If a checkpoint is there and must not be replaced.
+        StorageError: If another save to it is running, or there is no space.
+    """
+    begun: list[_Begun] = []
+
+    def work() -> bytes:
+        if group.rank:
+            return b""
+        claim = claim_target(LocalFilesystem(), path, NAMING, secrets.token_hex(4), forward=on_existing == "replace")
+        try:
+            place, protocol, publication = _begin(claim, layout, on_existing)
+        except BaseException:
+            claim.lock.release()
+            raise
+        begun.append(_Begun(claim, publication))
+        return json.dumps([place.to_bytes().decode(), protocol]).encode()
+
+    try:
+        told = together(group, "stage files", work)
+    except BaseException:
+        for one in begun:
+            one.publication.abort()
+            one.claim.lock.release()
+        raise
+    place, protocol = json.loads(told[0])
+    return Staging(group, layout, Place.from_bytes(place.encode()), protocol, begun[0] if begun else None)
+
+
+def _begin(
+    claim: Claim, layout: CheckpointLayout, on_existing: OnExisting
+) -> tuple[Place, PublishProtocol, Publication]:
+    check_existing(claim.state, on_existing)
+    protocol = choose_protocol(claim.state, claim.capabilities)
+    place = Place(claim.state.path, claim.state.home, secrets.token_hex(4), in_place=protocol == "in place")
+    publication = Publication(LocalFilesystem(), place)
+    names = [file.name for file in layout.files]
+    try:
+        publication.create([*names, *([layout.index_name] if layout.index_name else [])])
+        for file in layout.files:
+            create_file(place.path_of(file.name), file.header, file.size)
+    except BaseException:
+        publication.abort()
+        raise
+    return place, protocol, publication

@@ -1,0 +1,198 @@
+"""Write a checkpoint anew from another one, without holding it: a save whose tensors are still in files.
+
+Every rank takes an equal run of the rows of every tensor, so several processes share the work. Pieces are read when
+they are about to be written; nothing is ever held but the buffers of the budget.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardferry.convert.ops import Stored
+from shardferry.errors import InvalidInputError
+from shardferry.execute.load import Settings, execute_load
+from shardferry.format.dtypes import BITS
+from shardferry.geometry.region import box
+from shardferry.geometry.sharding import MeshLayout, Split, region_at
+from shardferry.geometry.spans import BITS_PER_BYTE, collapse
+from shardferry.plan.load import Wanted, plan_load
+from shardferry.plan.target import Target
+from shardferry.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from shardferry.format.index import CheckpointIndex
+    from shardferry.plan.load import Copy
+    from shardferry.plan.save import Write
+    from shardferry.storage.base import Bytes
+    from shardferry.transport.bulk import Mover
+
+
+class RepackAdapter:
+    """What a save needs, taken from a checkpoint instead of a model."""
+
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        names: Mapping[str, str],
+        *,
+        rank: int,
+        world_size: int,
+        cast: Callable[[Bytes, str, Bytes, str], None] | None,
+    ) -> None:
+        """Offer the checkpoint's tensors under new names.
+
+        Args:
+            index: The checkpoint.
+            names: Its name by new name.
+            rank: This rank.
+            world_size: Ranks that share the work.
+            cast: Casts floats; None if nothing is to be cast.
+        """
+        self._index = index
+        self._names = names
+        self._cast = cast
+        self.targets = [_target(index, new, old, rank, world_size) for new, old in names.items()]
+
+    def source(self, name: str) -> CheckpointSource:
+        """Return a tensor as something that can be read in pieces."""
+        return CheckpointSource(self._index, self._names[name], self._cast)
+
+    def content(self, name: str) -> Bytes:
+        """Never called: every part is on one rank, or the same bytes of the same file."""
+        raise NotImplementedError(name)
+
+    @contextmanager
+    def mover(self, check: Callable[[], None]) -> Iterator[Mover]:
+        """Never called: runs of rows are long."""
+        raise NotImplementedError(check)
+        yield
+
+    def write_extras(self, folder: Path) -> None:
+        """Write nothing: a repacked checkpoint's other files are the caller's to copy."""
+
+
+class CheckpointSource:
+    """One tensor of a checkpoint, read when it is about to be written."""
+
+    def __init__(
+        self, index: CheckpointIndex, name: str, cast: Callable[[Bytes, str, Bytes, str], None] | None
+    ) -> None:
+        """Read the tensor of this name."""
+        self._index = index
+        self._name = name
+        self._cast = cast
+
+    def direct(self, write: Write) -> Bytes | None:  # noqa: ARG002 - nothing of it is in memory
+        """Return None: the bytes have to be read first."""
+        return None
+
+    def fetch(self, write: Write, out: Bytes) -> None:
+        """Read what is to be written, and cast it if it is written in another dtype."""
+        stored = self._index.tensors[self._name].dtype
+        if stored == write.dtype:
+            self._read(write, stored, out)
+            return
+        assert self._cast is not None
+        raw = np.empty(write.region.num_elements * BITS[stored] // BITS_PER_BYTE, np.uint8)
+        self._read(write, stored, raw)
+        self._cast(raw, stored, out, write.dtype)
+
+    def _read(self, write: Write, dtype: str, out: Bytes) -> None:
+        wanted = Wanted(write.name, Stored(self._name, write.shape), write.region)
+        plan = plan_load(self._index, [wanted])
+        destination = _Raw(out, write.region.shape, BITS[dtype])
+        settings = Settings(
+            num_threads=1,
+            piece_bytes=max(1, len(out)),
+            staging=lambda: [_Scratch(len(out))],
+            on_bytes=lambda *_: None,
+            check=lambda: None,
+        )
+        execute_load(plan, {write.name: destination}, LocalStore(self._index.root), self._index.files, settings)
+
+
+class _Raw:
+    """Bytes in memory as the destination of a load."""
+
+    def __init__(self, out: Bytes, shape: tuple[int, ...], bits: int) -> None:
+        self._out = out
+        self._shape = shape
+        self._bits = bits
+
+    def direct(self, copy: Copy) -> Bytes | None:
+        offsets, sizes = [a for a, _ in copy.target], [b - a for a, b in copy.target]
+        collapsed = collapse(box(offsets, sizes), self._shape, self._bits)
+        if len(collapsed.sizes) > 1:
+            return None
+        start, stop = collapsed.dims[0][0]
+        return self._out[start:stop]
+
+    def store(self, copy: Copy, staged: Bytes) -> None:
+        sizes, dims = collapse(
+            box([a for a, _ in copy.target], [b - a for a, b in copy.target]), self._shape, self._bits
+        )
+        place = tuple(slice(*dim[0]) for dim in dims)
+        target = self._out.reshape(sizes)[place]
+        target[...] = staged.reshape(target.shape)
+
+
+class _Scratch:
+    """One buffer, emptied at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = np.empty(num_bytes, np.uint8)
+
+    def memory(self, num_bytes: int) -> Bytes:
+        return self._memory[:num_bytes]
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        yield
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def rename(names: Sequence[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
+    r"""Return the old name of every new one, after applying regular expressions in order.
+
+    Args:
+        names: Names of the checkpoint.
+        rules: Pattern and replacement, as `re.sub` takes them.
+
+    Raises:
+        InvalidInputError: If a pattern is no regular expression, matches nothing, or two tensors get one name.
+
+    Examples:
+        >>> rename(["a.w", "b.w"], [(r"^(.)\.", r"x.\1.")])
+        {'x.a.w': 'a.w', 'x.b.w': 'b.w'}
+    """
+    new = {name: name for name in names}
+    for pattern, replacement in rules:
+        try:
+            changed = {old: re.sub(pattern, replacement, name) for old, name in new.items()}
+        except (re.error, IndexError) as error:
+            raise InvalidInputError(f"--rename {pattern}={replacement}: {error}") from error
+        if changed == new:
+            raise InvalidInputError(f"--rename {pattern}={replacement} changes no name of the checkpoint")
+        new = changed
+    renamed: dict[str, str] = {}
+    for old, name in new.items():
+        if name in renamed:
+            raise InvalidInputError(f"--rename gives {renamed[name]} and {old} the same name {name}")
+        renamed[name] = old
+    return renamed
+
+
+def _target(index: CheckpointIndex, new: str, old: str, rank: int, world_size: int) -> Target:
+    info = index.tensors[old]
+    splits = (Split(0, 0),) if info.shape and BITS[info.dtype] % BITS_PER_BYTE == 0 else ()
+    layout = MeshLayout((world_size,), tuple(range(world_size)), splits)
+    return Target((new,), info.dtype, info.shape, region_at(info.shape, layout, rank).shape, (layout,))

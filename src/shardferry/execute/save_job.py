@@ -1,0 +1,290 @@
+"""One save from start to end, on every rank of a group.
+
+1. compare: ranks tell the patterns of their tensors, the path, and the options; then one of each kind sends names, and
+   every rank knows the whole model and lays out the files.
+2. check: copies that must be equal are compared by their hashes.
+3. stage: rank 0 looks at the target, refuses or goes on, and creates the files with their headers.
+4. write: every rank writes its own bytes and syncs them.
+5. publish: the staged files become the checkpoint, all at once.
+
+Each step succeeds on all ranks or raises on all ranks, and what was staged is removed if it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from shardferry.errors import InvalidInputError, ShardingError
+from shardferry.execute.exchange import Exchange, execute_exchange
+from shardferry.execute.meter import Buffers, Meter
+from shardferry.execute.publishing import Staging, stage
+from shardferry.execute.report import Progress, RankReport, SaveReport, rank_report_from_bytes
+from shardferry.execute.save import Source, WriteSettings, execute_writes
+from shardferry.format.writer import TensorSpec
+from shardferry.plan.catalogue import (
+    Held,
+    inventory_to_bytes,
+    make_catalogue,
+    names_to_bytes,
+    replica_names,
+    spokesmen,
+)
+from shardferry.plan.exchange import needs_exchange, plan_rounds
+from shardferry.plan.match import FLOATS
+from shardferry.plan.packing import CheckpointLayout, lay_out_checkpoint
+from shardferry.plan.save import plan_save
+from shardferry.plan.target import region_of
+from shardferry.transport.together import together
+from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from shardferry.plan.save import Write
+    from shardferry.plan.target import Target
+    from shardferry.storage.base import Bytes
+    from shardferry.transport.base import Group
+    from shardferry.transport.bulk import Mover
+
+logger = logging.getLogger(__name__)
+
+# Large enough that a call costs nothing beside its bytes.
+PIECE_BYTES = 16 * MIB
+# A box of an exchange, which its owner writes with one call.
+BOX_BYTES = 8 * MIB
+# What a round holds at most: a box, what is sent, what is received, and what a cast gathers beside it.
+BUFFERS_PER_BOX = 8
+DIGEST_BYTES = 8
+
+
+class SaveAdapter(Protocol):
+    """What a framework does for a save."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """What this rank holds, each with a global shape."""
+        ...
+
+    def source(self, name: str) -> Source:
+        """Return the memory of a tensor of this rank."""
+        ...
+
+    def content(self, name: str) -> Bytes:
+        """Return a tensor's bytes in logical order, to be hashed."""
+        ...
+
+    def mover(self, check: Callable[[], None]) -> AbstractContextManager[Mover]:
+        """Return what moves bytes between the ranks; `check` is called while it waits. Collective."""
+        ...
+
+    def write_extras(self, folder: Path) -> None:
+        """Write what belongs beside the weights into a folder; called on rank 0 only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What the caller asked for.
+
+    Attributes:
+        path: Where the checkpoint is to be, on this rank.
+        max_shard_bytes: Most tensor bytes of a file that holds several tensors.
+        on_existing: What to do about a checkpoint that is there.
+        dtype: safetensors dtype in which floating tensors are written; None keeps each one's own.
+        replicas: Whether copies declared equal are believed or compared.
+        metadata: `__metadata__` of every file.
+        files_like: File of each name in a checkpoint whose assignment is kept.
+        hub_limits: Whether an index that the Hub's tools refuse is an error.
+        on_progress: Called on every rank with its own progress.
+        budget_bytes: Memory this rank may use beside the tensors.
+    """
+
+    path: str
+    max_shard_bytes: int
+    on_existing: Literal["refuse", "replace"]
+    dtype: str | None
+    replicas: Literal["trust", "check"]
+    metadata: Mapping[str, str]
+    files_like: Mapping[str, str] | None
+    hub_limits: bool
+    on_progress: Callable[[Progress], None] | None
+    budget_bytes: int
+
+
+class _Model(NamedTuple):
+    """What every rank knows once all have told."""
+
+    catalogue: Mapping[str, Held]
+    dtypes: Mapping[str, str]
+    layout: CheckpointLayout
+
+
+class _Plan(NamedTuple):
+    """What one rank does."""
+
+    writes: tuple[Write, ...]
+    exchange: Exchange
+
+
+class _Work(NamedTuple):
+    group: Group
+    adapter: SaveAdapter
+    plan: _Plan
+    staging: Staging
+    request: SaveRequest
+    mine: RankReport
+
+
+def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveReport:
+    """Save what the ranks hold as one checkpoint. Collective: call on every rank of the group.
+
+    Raises:
+        ShardferryError: On every rank, if any rank cannot do its part; nothing was published.
+    """
+    mine = RankReport(group.rank)
+    with mine.timed("compare"):
+        model = _compare(group, adapter, request)
+    with mine.timed("check"):
+        _check_replicas(group, adapter, model.catalogue, request)
+    with mine.timed("stage"):
+        plan = _plan(group, model, request)
+        staging = stage(group, request.path, model.layout, request.on_existing)
+    with staging.released():
+        with mine.timed("write"):
+            reports = _write(_Work(group, adapter, plan, staging, request, mine))
+        with mine.timed("publish"):
+            staging.publish(adapter.write_extras)
+    files = tuple(file.name for file in model.layout.files)
+    report = SaveReport(reports, files, staging.protocol, (*model.layout.warnings, *staging.remarks))
+    if group.rank == 0:
+        logger.info("saved %s: %s bytes from %s ranks", request.path, report.total.bytes_written, group.world_size)
+    return report
+
+
+def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model:
+    said = json.dumps([os.path.abspath(request.path), _options(request)])  # noqa: PTH100 - links stay as they are
+
+    def tell() -> bytes:
+        return json.dumps([said, inventory_to_bytes(adapter.targets, group.rank).decode()]).encode()
+
+    told = [json.loads(data) for data in together(group, "compare models", tell)]
+    _check_same_call([said for said, _ in told])
+    inventories = [inventory.encode() for _, inventory in told]
+    speaks = any(ranks[0] == group.rank for ranks in spokesmen(inventories).values())
+    names = group.exchange("share names", names_to_bytes(adapter.targets) if speaks else b"")
+    catalogue = make_catalogue(inventories, names)
+    dtypes = {name: _written_dtype(held.dtype, request.dtype) for name, held in catalogue.items()}
+    layout = lay_out_checkpoint(
+        {name: TensorSpec(dtypes[name], held.shape) for name, held in catalogue.items()},
+        max_shard_bytes=request.max_shard_bytes,
+        metadata=request.metadata,
+        files_like=request.files_like,
+        hub_limits=request.hub_limits,
+    )
+    return _Model(catalogue, dtypes, layout)
+
+
+def _options(request: SaveRequest) -> list[object]:
+    return [request.max_shard_bytes, request.on_existing, request.dtype, request.replicas, dict(request.metadata)]
+
+
+def _check_same_call(said: Sequence[str]) -> None:
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            (path, options), (other_path, other_options) = json.loads(said[0]), json.loads(other)
+            what = (path, other_path) if path != other_path else (options, other_options)
+            message = (
+                f"ranks call this save differently: rank 0 with {what[0]}, rank {rank} with {what[1]}. Give every rank "
+                "the same absolute path and the same options"
+            )
+            raise InvalidInputError(message)
+
+
+def _written_dtype(dtype: str, asked: str | None) -> str:
+    return asked if asked is not None and dtype in FLOATS else dtype
+
+
+def _check_replicas(group: Group, adapter: SaveAdapter, catalogue: Mapping[str, Held], request: SaveRequest) -> None:
+    """Compare, by hash, the copies of tensors nobody declared to be replicated, and of declared ones when asked."""
+    declared = request.replicas == "check"
+    if not any(len(held.ranks) > 1 and (declared or held.layout is None) for held in catalogue.values()):
+        return
+    names = replica_names(catalogue, group.rank, check_declared=declared)
+
+    def digest() -> bytes:
+        return b"".join(_digest(adapter.content(name)) for name in names)
+
+    told = together(group, "compare replicas", digest)
+    seen: dict[tuple[str, object], tuple[int, bytes]] = {}
+    for rank, data in enumerate(told):
+        for at, name in enumerate(replica_names(catalogue, rank, check_declared=declared)):
+            held = catalogue[name]
+            value = data[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            first_rank, first = seen.setdefault((name, _copy_of(held, rank)), (rank, value))
+            if first != value:
+                kind = "is a plain tensor" if held.layout is None else "is declared replicated"
+                message = (
+                    f"{name} {kind}, but ranks {first_rank} and {rank} hold different bytes of it. If every rank holds "
+                    "its own part, say so with shardings=; if copies have drifted apart, make them equal before saving"
+                )
+                raise ShardingError(message)
+
+
+def _copy_of(held: Held, rank: int) -> object:
+    """Return what ranks that hold the same elements have in common."""
+    return None if held.layout is None else region_of(held.layout, held.shape, rank)
+
+
+def _digest(content: Bytes) -> bytes:
+    return blake2b(content.data, digest_size=DIGEST_BYTES).digest()
+
+
+def _plan(group: Group, model: _Model, request: SaveRequest) -> _Plan:
+    exchanged = frozenset(
+        name
+        for name, held in model.catalogue.items()
+        if group.world_size > 1 and needs_exchange(name, held, model.dtypes[name])
+    )
+    rounds = plan_rounds(
+        model.catalogue,
+        model.layout.files,
+        model.dtypes,
+        exchanged=exchanged,
+        world_size=group.world_size,
+        box_bytes=min(BOX_BYTES, request.budget_bytes // BUFFERS_PER_BOX),
+    )
+    writes = plan_save(model.catalogue, model.layout.files, model.dtypes, rank=group.rank, exchanged=exchanged)
+    return _Plan(writes, Exchange(rounds, model.catalogue, model.dtypes, group.rank, group.world_size))
+
+
+def _write(work: _Work) -> tuple[RankReport, ...]:
+    mine, request = work.mine, work.request
+    meter = Meter(request.budget_bytes)
+    total = sum(write.num_bytes for write in work.plan.writes) + work.plan.exchange.bytes_owned
+
+    def on_bytes(num_bytes: int, num_requests: int) -> None:
+        work.group.check()
+        mine.bytes_written += num_bytes
+        mine.requests += num_requests
+        if request.on_progress is not None:
+            request.on_progress(Progress(mine.rank, mine.bytes_written, total))
+
+    def write() -> bytes:
+        settings = WriteSettings(min(PIECE_BYTES, request.budget_bytes // 4), Buffers(meter), on_bytes)
+        sources = {target.name: work.adapter.source(target.name) for target in work.adapter.targets}
+        execute_writes(work.plan.writes, sources, work.staging.folder, settings)
+        if work.plan.exchange.rounds:
+            with work.adapter.mover(work.group.check) as mover:
+                execute_exchange(work.plan.exchange, sources, work.staging.folder, settings, mover)
+        mine.num_tensors = len(sources)
+        mine.peak_extra_bytes = meter.peak_bytes
+        return mine.to_bytes()
+
+    return tuple(rank_report_from_bytes(data) for data in together(work.group, "write tensors", write))

@@ -1,0 +1,197 @@
+"""Plan a save: which rank writes which bytes of which file.
+
+Pure. Every element is written by one of its holders: a part one rank holds alone by that rank, a small replicated
+part by one holder chosen by the name's hash, a large one in pieces by all its holders. What a rank writes depends
+on the layout, what ends up in the files does not.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardferry.errors import ShardingError
+from shardferry.format.dtypes import BITS
+from shardferry.geometry.atoms import atoms_of
+from shardferry.geometry.region import Region, positions, select
+from shardferry.geometry.sharding import Sharding
+from shardferry.geometry.spans import Collapsed, collapse
+from shardferry.plan.agreement import hash_names
+from shardferry.plan.catalogue import holders
+from shardferry.plan.target import region_of
+from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardferry.format.writer import FileLayout
+    from shardferry.plan.catalogue import Held
+    from shardferry.plan.target import Layout
+
+# Smaller replicated parts have one writer: cutting them costs more calls than it spreads bytes.
+SPLIT_MIN_BYTES = MIB
+
+
+class Write(NamedTuple):
+    """A region of a tensor that this rank writes.
+
+    Attributes:
+        name: The tensor.
+        file: File it lies in.
+        start: Offset in the file of the tensor's first byte.
+        dtype: safetensors dtype written.
+        shape: Global shape of the tensor.
+        region: What to write of it.
+        local: The same elements by their positions in this rank's local tensor.
+    """
+
+    name: str
+    file: str
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    local: Region
+
+    @property
+    def collapsed(self) -> Collapsed:
+        """The region over as few dims as possible, in bytes."""
+        return collapse(self.region, self.shape, BITS[self.dtype])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written."""
+        return self.collapsed.num_bytes
+
+
+def plan_save(
+    catalogue: Mapping[str, Held],
+    files: Sequence[FileLayout],
+    dtypes: Mapping[str, str],
+    *,
+    rank: int,
+    exchanged: frozenset[str],
+) -> tuple[Write, ...]:
+    """Return what one rank writes by itself, in file order.
+
+    Args:
+        catalogue: Every tensor of the job.
+        files: How they are laid out over files.
+        dtypes: The dtype each is written in.
+        rank: Whose part to plan.
+        exchanged: Tensors that are written after an exchange instead.
+
+    Raises:
+        ShardingError: If elements of a tensor are on no rank; names the tensor and the first missing part.
+    """
+    writes: list[Write] = []
+    for file in files:
+        for name, (start, _) in sorted(file.spans.items(), key=lambda item: item[1]):
+            held = catalogue[name]
+            check_whole(name, held)
+            if name in exchanged or rank not in held.ranks:
+                continue
+            for region in _regions_of(name, held, BITS[dtypes[name]], rank):
+                writes.append(local_write(name, file.name, start, dtypes[name], held, region, rank))
+    return tuple(writes)
+
+
+def local_write(  # noqa: PLR0917 - the fields of a write
+    name: str, file: str, start: int, dtype: str, held: Held, region: Region, rank: int
+) -> Write:
+    """Return the write of a region by a rank that holds it."""
+    mine = region_of(held.layout, held.shape, rank)
+    local = Region(tuple(map(positions, region.dims, mine.dims if mine else ())))
+    return Write(name, file, start, dtype, held.shape, region, local)
+
+
+@lru_cache(maxsize=1024)
+def writer_regions(name: str, held: Held, bits: int) -> dict[int, list[Region]]:
+    """Return what every rank writes of a tensor; together that is every element once."""
+    return {rank: list(_regions_of(name, held, bits, rank)) for rank in holders(held)}
+
+
+def check_whole(name: str, held: Held) -> None:
+    """Raise `ShardingError` unless every element of a tensor is on some rank."""
+    for region, owners in _parts(held):
+        if not owners:
+            first = ", ".join(f"{dim[0][0]}-{dim[0][1]}" for dim in region.dims)
+            message = (
+                f"{name}: elements [{first}] of shape {list(held.shape)} are on no rank, so the tensor cannot be saved. "
+                "Every rank of the tensor's mesh must take part, with its layout"
+            )
+            raise ShardingError(message)
+
+
+def split_write(write: Write, max_bytes: int) -> Iterator[Write]:
+    """Yield writes of at most `max_bytes`, or of one innermost run of elements, that do what `write` does."""
+    yield from _split(write, max_bytes, 0)
+
+
+def _regions_of(name: str, held: Held, bits: int, rank: int) -> Iterator[Region]:
+    for part, ranks in _parts(held):
+        if rank not in ranks:
+            continue
+        if len(ranks) == 1:
+            yield part
+        elif part.num_elements * bits // 8 < SPLIT_MIN_BYTES:
+            if ranks[hash_names([name]) % len(ranks)] == rank:
+                yield part
+        else:
+            share = _share(part, ranks.index(rank), len(ranks))
+            if share.num_elements:
+                yield share
+
+
+def _parts(held: Held) -> tuple[tuple[Region, tuple[int, ...]], ...]:
+    """Return the parts of a tensor with their holders, none for elements that nobody has."""
+    return _cached_parts(held.shape, held.layout, holders(held))
+
+
+@lru_cache(maxsize=4096)
+def _cached_parts(
+    shape: tuple[int, ...], layout: Layout | None, ranks: tuple[int, ...]
+) -> tuple[tuple[Region, tuple[int, ...]], ...]:
+    if 0 in shape:
+        return ()
+    regions = tuple(
+        region_of(layout, shape, rank) if rank in set(ranks) else None for rank in range(max(ranks, default=-1) + 1)
+    )
+    return tuple((atom.region, atom.holders) for atom in atoms_of(Sharding(shape, regions)))
+
+
+def _share(region: Region, index: int, count: int) -> Region:
+    """Return one of `count` nearly equal runs of a region, cut along its outermost dim that is long enough."""
+    sizes = region.shape
+    dim = next((dim for dim, size in enumerate(sizes) if size >= count), sizes.index(max(sizes)))
+    unit = 1 if dim < len(sizes) - 1 else PAGE_ELEMENTS if sizes[dim] >= count * PAGE_ELEMENTS else _UNIT
+    start, stop = (min(sizes[dim], -(-sizes[dim] * at // count // unit) * unit) for at in (index, index + 1))
+    if index == count - 1:
+        stop = sizes[dim]
+    dims = list(region.dims)
+    dims[dim] = select(dims[dim], start, stop)
+    return Region(tuple(dims))
+
+
+# A cut of the innermost dim falls on a multiple of this many elements, so that no two writers share a page.
+PAGE_ELEMENTS = 4096
+# Sub-byte dtypes are cut at multiples of 4 elements.
+_UNIT = 4
+
+
+def _split(write: Write, max_bytes: int, dim: int) -> Iterator[Write]:
+    if write.num_bytes <= max_bytes or dim == len(write.shape):
+        yield write
+        return
+    size = write.region.shape[dim]
+    step = max(1, size * max_bytes // write.num_bytes)
+    if dim == len(write.shape) - 1:
+        step = -(-step // _UNIT) * _UNIT
+    for start in range(0, size, step):
+        yield from _split(_narrow(write, dim, start, min(size, start + step)), max_bytes, dim + 1)
+
+
+def _narrow(write: Write, dim: int, start: int, stop: int) -> Write:
+    region, local = list(write.region.dims), list(write.local.dims)
+    region[dim], local[dim] = select(region[dim], start, stop), select(local[dim], start, stop)
+    return write._replace(region=Region(tuple(region)), local=Region(tuple(local)))

@@ -1,0 +1,132 @@
+"""Files being written by several processes at once, each at its own offsets."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shardferry.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from shardferry.storage.base import Bytes, Rows
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def create_file(path: str, header: bytes, size: int) -> None:
+    """Create a file of its final size that holds its header, before anybody else opens it.
+
+    The space is reserved where the filesystem can do that, so that a full disk shows now. The C library's own
+    `posix_fallocate` is not used: where it has to emulate, it writes into blocks others may be writing.
+
+    Raises:
+        StorageError: If there is no space or the file cannot be made; names it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise StorageError(f"cannot create '{path}': {error.strerror}") from error
+    try:
+        _reserve(descriptor, size)
+        _write_all(descriptor, memoryview(header), 0)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise StorageError(f"cannot make '{path}' of {size} bytes: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+class WritableFile:
+    """One open file of a save."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        """Take over an open descriptor; `path` is what errors name."""
+        self._descriptor = descriptor
+        self._path = path
+
+    def write(self, data: Bytes, start: int, on_write: Callable[[int, int], None]) -> None:
+        """Write contiguous `data` at offset `start`.
+
+        Raises:
+            StorageError: If the kernel reports an error; names the file and the offset.
+        """
+        view, done = data.data, 0
+        while done < len(view):
+            try:
+                count = os.pwrite(self._descriptor, view[done : done + CALL_BYTES], start + done)
+            except OSError as error:
+                raise StorageError(
+                    f"writing '{self._path}' at offset {start + done} failed: {error.strerror}"
+                ) from error
+            done += count
+            on_write(count, 1)
+
+    def write_rows(self, data: Bytes, rows: Rows, on_write: Callable[[int, int], None]) -> None:
+        """Write `data`, of shape (number of rows, bytes of the columns), into the columns of consecutive rows."""
+        for row in range(len(data)):
+            at = 0
+            for start, stop in rows.columns:
+                self.write(data[row, at : at + stop - start], rows.start + row * rows.row_bytes + start, on_write)
+                at += stop - start
+
+    def sync(self) -> None:
+        """Wait until everything written through this descriptor is on the disk.
+
+        Raises:
+            StorageError: If the disk says otherwise.
+        """
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise StorageError(f"syncing '{self._path}' failed: {error.strerror}") from error
+
+
+# A stop is noticed after each call of this size.
+CALL_BYTES = 4 << 20
+
+
+@contextmanager
+def open_for_writing(path: str | Path) -> Iterator[WritableFile]:
+    """Open a file that exists, or that another rank has created where this one does not see it yet.
+
+    The context checks that closing it succeeds: some network filesystems report a failed write only then.
+
+    Raises:
+        StorageError: If opening or closing fails.
+    """
+    try:
+        # O_CREAT: a network filesystem may still remember that the file was not there.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise StorageError(f"cannot open '{path}' for writing: {error.strerror}") from error
+    try:
+        yield WritableFile(descriptor, str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    try:
+        os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"closing '{path}' failed: {error.strerror}") from error
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if size and _libc.fallocate(descriptor, 0, 0, size):
+        code = ctypes.get_errno()
+        if code not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+            raise OSError(code, os.strerror(code))
+        os.ftruncate(descriptor, size)
+
+
+def _write_all(descriptor: int, data: memoryview, start: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], start + done)

@@ -91,8 +91,8 @@ def plan_save(
             check_whole(name, held)
             if name in exchanged or rank not in held.ranks:
                 continue
-            for region in _regions_of(name, held, BITS[dtypes[name]], rank):
-                writes.append(local_write(name, file.name, start, dtypes[name], held, region, rank))
+            regions = _regions_of(name, held, BITS[dtypes[name]], rank)
+            writes.extend(local_write(name, file.name, start, dtypes[name], held, region, rank) for region in regions)
     return tuple(writes)
 
 
@@ -117,7 +117,7 @@ def check_whole(name: str, held: Held) -> None:
         if not owners:
             first = ", ".join(f"{dim[0][0]}-{dim[0][1]}" for dim in region.dims)
             message = (
-                f"{name}: elements [{first}] of shape {list(held.shape)} are on no rank, so the tensor cannot be saved. "
+                f"{name}: elements [{first}] of shape {list(held.shape)} are on no rank, so it cannot be saved. "
                 "Every rank of the tensor's mesh must take part, with its layout"
             )
             raise ShardingError(message)

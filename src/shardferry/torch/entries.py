@@ -172,7 +172,7 @@ def ignorable_names(model: nn.Module | None) -> Callable[[str], bool]:
 
 
 def check_plain_memory(tensor: torch.Tensor, name: str) -> None:
-    """Raise `InvalidInputError` unless a tensor's elements lie in memory of its own, as its dtype and strides say."""
+    """Raise `InvalidInputError` unless a tensor is plain memory, and each element its own if it is to be filled."""
     if not isinstance(tensor, torch.Tensor):
         message = f"{name} is no tensor but a {type(tensor).__name__}: take it out of the state dict"
     elif is_lazy(tensor):

@@ -1,0 +1,218 @@
+"""Saving in one process: exact bytes of every dtype and view, ties, sizes, file assignment, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shardferry
+import shardferry.torch as sf
+from shardferry.errors import CheckpointExistsError, CheckpointWarning, InvalidInputError
+from shardferry.torch.dtypes import torch_dtype
+
+from .test_load import EVERY, Model, pair, raw
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_dtype_is_saved_bit_for_bit(tmp_path: Path, name: str) -> None:
+    dtype = torch_dtype(name)
+    data = bytes([0, 1] * 12) if name == "BOOL" else bytes(range(1, 24 * dtype.itemsize + 1))
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(4, 6)
+    sf.save_state_dict({"t": tensor, "s": torch.tensor(3.5)}, tmp_path / "out")
+    index = shardferry.open_checkpoint(tmp_path / "out")
+    start, stop = index.tensors["t"].span
+    assert (tmp_path / "out/model.safetensors").read_bytes()[start:stop] == data
+    assert index.tensors["t"].shape == ((4, 12) if name == "F4" else (4, 6))
+    again = torch.zeros_like(tensor.view(torch.uint8)).view(dtype)
+    sf.load_state_dict({"t": again}, tmp_path / "out", strict=False)
+    assert raw(again) == data
+
+
+def test_views_are_saved_in_logical_order(tmp_path: Path) -> None:
+    base = torch.arange(120.0).reshape(2, 3, 4, 5)
+    views = {
+        "transposed": base.permute(3, 2, 1, 0),
+        "channels_last": base.contiguous(memory_format=torch.channels_last),
+        "narrowed": base[:, 1:, :, 2:4],
+        "conjugated": (base * (1 + 2j)).conj(),
+        "expanded": torch.ones(1, 3).expand(4, 3),
+    }
+    sf.save_state_dict(views, tmp_path / "out")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    for name, view in views.items():
+        assert torch.equal(saved[name], view.resolve_conj()), name
+
+
+def test_a_model_writes_a_tied_weight_once_and_a_state_dict_every_name(tmp_path: Path) -> None:
+    model = pair(tied=True)
+    sf.save_model(model, tmp_path / "model")
+    assert set(load_file(tmp_path / "model/model.safetensors")) == {"a.weight"}
+    sf.save_state_dict(model.state_dict(), tmp_path / "state")
+    assert set(load_file(tmp_path / "state/model.safetensors")) == {"a.weight", "b.weight"}
+
+
+def test_a_name_the_model_declares_tied_is_not_written(tmp_path: Path) -> None:
+    model = pair()
+    model.all_tied_weights_keys = {"a.weight": "b.weight"}  # type: ignore[assignment]
+    sf.save_model(model, tmp_path / "out")
+    assert set(load_file(tmp_path / "out/model.safetensors")) == {"b.weight"}
+    tied = pair(tied=True)
+    tied.all_tied_weights_keys = {"a.weight": "b.weight"}  # type: ignore[assignment]
+    sf.save_model(tied, tmp_path / "tied")
+    assert set(load_file(tmp_path / "tied/model.safetensors")) == {"b.weight"}
+
+
+def test_equal_addresses_mean_nothing(tmp_path: Path) -> None:
+    """Two halves of one storage, and two tensors that were freed and made at one address, are their own tensors."""
+    whole = torch.arange(8.0)
+    sf.save_state_dict({"first": whole[:4], "second": whole[4:], "all": whole}, tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors")["second"].tolist() == [4, 5, 6, 7]
+
+
+def test_non_persistent_buffers_are_not_saved(tmp_path: Path) -> None:
+    sf.save_model(Model(), tmp_path / "out")
+    assert set(load_file(tmp_path / "out/model.safetensors")) == {"linear.weight", "linear.bias", "count"}
+
+
+def test_metadata_has_the_format_and_what_is_given(tmp_path: Path) -> None:
+    sf.save_state_dict({"w": torch.ones(2)}, tmp_path / "out", metadata={"step": "12"})
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "12"}
+    with pytest.raises(InvalidInputError, match="step"):
+        sf.save_state_dict({"w": torch.ones(2)}, tmp_path / "no", metadata={"step": 12})  # type: ignore[dict-item]
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("size", ["0", 0, -5, "5 apples", "-1GB", ""])
+def test_a_size_that_is_none_is_refused_before_anything_is_made(tmp_path: Path, size: int | str) -> None:
+    with pytest.raises(InvalidInputError):
+        sf.save_state_dict({"w": torch.ones(2)}, tmp_path / "out", max_shard_size=size)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_above_the_limit_has_a_file_of_its_own(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(500), "b": torch.zeros(10), "c": torch.zeros(10)}
+    report = sf.save_state_dict(state, tmp_path / "out", max_shard_size=100)
+    files = [set(load_file(tmp_path / "out" / name)) for name in report.files]
+    assert files == [{"a"}, {"b", "c"}]
+
+
+def test_a_source_checkpoints_own_file_assignment_can_be_kept(tmp_path: Path) -> None:
+    state = {f"layer{i}.w": torch.full((4,), float(i)) for i in range(4)}
+    sf.save_state_dict(state, tmp_path / "first", max_shard_size=32)
+    placed = json.loads((tmp_path / "first/model.safetensors.index.json").read_text())["weight_map"]
+    sf.save_state_dict({**state, "layer1.x": torch.ones(2)}, tmp_path / "second", files_like=tmp_path / "first")
+    again = json.loads((tmp_path / "second/model.safetensors.index.json").read_text())["weight_map"]
+    assert {name: again[name] for name in placed} == placed
+    assert again["layer1.x"] == placed["layer1.w"]
+
+
+def test_floats_are_cast_and_sizes_follow(tmp_path: Path) -> None:
+    state = {"w": torch.ones(64), "i": torch.arange(4), "q": torch.zeros(8, dtype=torch.float8_e4m3fn)}
+    report = sf.save_state_dict(state, tmp_path / "out", dtype=torch.bfloat16)
+    index = shardferry.open_checkpoint(tmp_path / "out")
+    assert {name: info.dtype for name, info in index.tensors.items()} == {"w": "BF16", "i": "I64", "q": "F8_E4M3"}
+    assert report.total.bytes_written == 128 + 32 + 8
+
+
+def test_a_meta_tensor_has_nothing_to_save(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="w is on the meta device"):
+        sf.save_state_dict({"w": torch.zeros(2, device="meta")}, tmp_path / "out")
+
+
+def test_complex128_is_refused_before_any_file_is_made(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"w: .*complex128"):
+        sf.save_state_dict({"w": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_is_refused_and_other_files_do_not_block(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    sf.save_state_dict({"w": torch.ones(2)}, out)
+    with pytest.raises(CheckpointExistsError, match="already holds a checkpoint"):
+        sf.save_state_dict({"w": torch.zeros(2)}, out)
+    assert load_file(out / "model.safetensors")["w"].tolist() == [1, 1]
+    assert (out / "config.json").read_text() == "{}"
+
+
+def test_saving_over_the_files_the_tensors_are_mapped_from_is_right_on_disk_and_in_memory(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(1000.0), "v": torch.ones(5)}, tmp_path / "model.safetensors")
+    mapped = load_file(tmp_path / "model.safetensors")
+    sf.save_state_dict({"w": mapped["w"], "z": mapped["v"]}, tmp_path, on_existing="replace")
+    assert torch.equal(mapped["w"], torch.arange(1000.0))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(saved) == {"w", "z"}
+    assert torch.equal(saved["w"], torch.arange(1000.0))
+
+
+def test_fewer_files_leave_no_stale_shard_and_no_stale_index(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    sf.save_state_dict({f"w{i}": torch.zeros(100) for i in range(5)}, out, max_shard_size=400)
+    (out / "model.fp16.safetensors").write_bytes(b"a variant")
+    (out / "logs").mkdir()
+    (out / "logs/log.txt").write_text("kept")
+    sf.save_state_dict({"w": torch.ones(2)}, out, on_existing="replace")
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "model.fp16.safetensors", "logs"}
+    assert (out / "logs/log.txt").read_text() == "kept"
+
+
+def test_a_transformers_model_saves_its_configuration_and_opens_again(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    sf.save_model(model, tmp_path / "out", max_shard_size="20KB")
+    assert {"config.json", "generation_config.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(7)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_the_budget_bounds_what_is_staged(tmp_path: Path) -> None:
+    tensor = torch.arange(4_000_000, dtype=torch.float64).reshape(2000, 2000).t()
+    report = sf.save_state_dict({"t": tensor}, tmp_path / "out", budget_bytes=8 << 20, dtype=torch.float32)
+    assert 0 < report.total.peak_extra_bytes <= 8 << 20
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["t"], tensor.float())
+
+
+def test_progress_ends_at_the_bytes_written(tmp_path: Path) -> None:
+    seen: list[sf.Progress] = []
+    sf.save_state_dict({"t": torch.zeros(100, 100)}, tmp_path / "out", on_progress=seen.append)
+    assert seen[-1].bytes_done == seen[-1].bytes_total == 40_000
+
+
+def test_what_may_become_a_header_too_large_for_the_hub_is_warned_of_or_refused(tmp_path: Path) -> None:
+    state = {f"{'x' * 200}{i}": torch.zeros(1) for i in range(60_000)}
+    with pytest.raises(InvalidInputError, match="MiB"):
+        sf.save_state_dict(state, tmp_path / "out", max_shard_size="100KB", hub_limits=True)
+    with pytest.warns(CheckpointWarning, match="MiB"):
+        sf.save_state_dict(state, tmp_path / "out", max_shard_size="100KB")
+    assert len(cast("dict[str, object]", shardferry.open_checkpoint(tmp_path / "out").tensors)) == 60_000
+
+
+class Nothing(nn.Module):
+    """A model without tensors."""
+
+
+def test_a_model_without_tensors_saves_an_empty_checkpoint(tmp_path: Path) -> None:
+    sf.save_model(Nothing(), tmp_path / "out")
+    assert shardferry.open_checkpoint(tmp_path / "out").tensors == {}

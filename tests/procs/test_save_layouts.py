@@ -227,7 +227,8 @@ def save_over(folder: str, on_existing: str) -> str:
 
 def test_a_checkpoint_is_refused_by_all_ranks_or_replaced_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    save_file({"old": torch.ones(3)}, (out.mkdir(), out / "model.safetensors")[1])
+    out.mkdir()
+    save_file({"old": torch.ones(3)}, out / "model.safetensors")
     (out / "config.json").write_text("{}")
     before = contents(out)
     assert ranks(2).run(save_over, str(out), "refuse") == ["refused", "told"]

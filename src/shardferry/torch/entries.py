@@ -106,7 +106,7 @@ def state_dict_entries(state_dict: Mapping[str, torch.Tensor], model: nn.Module 
     return list(entries.values())
 
 
-def make_target(entry: Entry, shardings: Mapping[str, GivenSharding]) -> Target | None:
+def make_target(entry: Entry, shardings: Mapping[str, GivenSharding], *, filled: bool) -> Target | None:
     """Return what this rank wants of an entry; None if the rank is not on the tensor's mesh.
 
     A sharding the caller gives wins over what the tensor says of itself.
@@ -116,7 +116,7 @@ def make_target(entry: Entry, shardings: Mapping[str, GivenSharding]) -> Target 
         ShardingError: If its placements are no layout of a stored tensor.
     """
     name, tensor = entry.names[0], entry.tensor
-    check_plain_memory(tensor, name)
+    check_plain_memory(tensor, name, filled=filled)
     local = tuple(local_part(tensor).shape)
     given = next((shardings[other] for other in entry.names if other in shardings), None)
     target = Target(entry.names, dtype_name(tensor.dtype, name), tuple(tensor.shape), local)
@@ -171,7 +171,7 @@ def ignorable_names(model: nn.Module | None) -> Callable[[str], bool]:
     return lambda name: name in computed or (matcher is not None and matcher.search(name) is not None)
 
 
-def check_plain_memory(tensor: torch.Tensor, name: str) -> None:
+def check_plain_memory(tensor: torch.Tensor, name: str, *, filled: bool) -> None:
     """Raise `InvalidInputError` unless a tensor is plain memory, and each element its own if it is to be filled."""
     if not isinstance(tensor, torch.Tensor):
         message = f"{name} is no tensor but a {type(tensor).__name__}: take it out of the state dict"
@@ -186,7 +186,7 @@ def check_plain_memory(tensor: torch.Tensor, name: str) -> None:
                 f"{name} is a {type(local).__name__}, a tensor subclass that keeps its values elsewhere: load before "
                 "converting the model, or pass the plain tensors it is made of"
             )
-        elif any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
+        elif filled and any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
             message = f"{name} is an expanded view, whose elements share memory: clone() it first"
         else:
             return

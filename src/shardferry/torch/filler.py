@@ -33,7 +33,7 @@ class Filler:
 
     def __init__(self, entries: Iterable[Entry], shardings: Mapping[str, GivenSharding], put: Put) -> None:
         """Prepare to fill the entries this rank has a part of."""
-        pairs = [(make_target(entry, shardings), entry) for entry in entries]
+        pairs = [(make_target(entry, shardings, filled=True), entry) for entry in entries]
         self.targets = [target for target, _ in pairs if target is not None]
         self.unfilled: list[str] = []
         self._entries = {target.name: (entry, target.dtype) for target, entry in pairs if target is not None}

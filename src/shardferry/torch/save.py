@@ -158,7 +158,7 @@ class _Saver:
         self._tensors: dict[str, torch.Tensor] = {}
         self.targets: list[Target] = []
         for entry in entries:
-            target = make_target(entry, shardings)
+            target = make_target(entry, shardings, filled=False)
             if target is None:
                 continue
             if entry.tensor.is_meta:

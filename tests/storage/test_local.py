@@ -114,10 +114,10 @@ def test_a_file_cannot_shrink_while_its_mapping_is_copied_from(tmp_path: Path) -
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.5)
         assert np.array_equal(window, DATA), "every page is still there"
-    with mapping.window(0, len(DATA)) as window:
-        assert window is None, "somebody waits for the lease, so it is given up"
     other.wait(10)
     assert path.stat().st_size == 10
+    with mapping.window(0, len(DATA)) as window:
+        assert window is None, "the file has not all of these bytes any more"
     mapping.close()
     os.close(descriptor)
 
@@ -142,6 +142,17 @@ def test_a_lease_waited_for_is_given_up_only_when_no_thread_copies(tmp_path: Pat
     assert path.stat().st_size == 10
     mapping.close()
     os.close(descriptor)
+
+
+def test_nobody_waits_for_a_file_that_is_open_but_not_copied_from(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    with LocalStore(tmp_path).open("data") as file:
+        out = np.zeros((3000, 10), np.uint8)
+        file.read_rows(out, Rows(3, 1000, ((10, 20),)), nothing)
+        os.truncate(path, 10)
+        with pytest.raises(StorageError, match="the file ends at 10 bytes"):
+            file.read_rows(out, Rows(3, 1000, ((10, 20),)), nothing)
 
 
 def test_a_file_open_for_writing_is_read_and_not_mapped(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ For thin rows, copying out of a mapping moves only the wanted bytes. Where they 
 to twice as fast as reading whole rows, and elsewhere no slower. But a page that cannot be had is SIGBUS. Two things
 take that away:
 
-* A page that is gone because the file shrank: a read lease (fcntl(2), F_SETLEASE) is held while copying. Whoever
-  wants to truncate the file or open it for writing waits until the lease is released; the kernel grants none while
-  somebody has the file open for writing. The lease is looked at before every window of a few MiB, and given up as
-  soon as somebody waits for it.
+* A page that is gone because the file shrank: a read lease (fcntl(2), F_SETLEASE) is held while a window of a few MiB
+  is copied, and only then. Whoever wants to truncate the file or open it for writing waits until the lease is
+  released; the kernel grants none while somebody has the file open for writing. Once somebody waits, no thread
+  enters a window, so that those who copy are soon done.
 * A page that cannot be read: the window is populated first (MADV_POPULATE_READ, Linux 5.14), which reports a
   failing disk as an error.
 
@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import os
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,11 @@ class GuardedMapping:
     def __init__(self, descriptor: int, size: int) -> None:
         """Map `size` bytes of the file if it can be guarded; else every window is None."""
         self._descriptor = descriptor
+        self._size = size
         self._map: mmap.mmap | None = None
         self._lock = threading.Lock()
         self._copying = 0
-        self._wanted_back = False
-        if size and _take_lease(descriptor):
+        if size and _can_be_guarded(descriptor):
             self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
 
     @contextmanager
@@ -67,18 +68,12 @@ class GuardedMapping:
             self._leave()
 
     def close(self) -> None:
-        """Give up the lease and the mapping; no window may be open."""
-        if self._map is not None:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            self._map = None  # unmapped when the last window's array is gone
+        """Give up the mapping; no window may be open."""
+        self._map = None  # unmapped when the last window's array is gone
 
     def _enter(self) -> bool:
         with self._lock:
-            if self._map is None or self._wanted_back:
-                return False
-            if fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
-                self._wanted_back = True
-                self._release_if_unused()
+            if self._map is None or not (self._is_leased() if self._copying else self._lease()):
                 return False
             self._copying += 1
             return True
@@ -86,11 +81,25 @@ class GuardedMapping:
     def _leave(self) -> None:
         with self._lock:
             self._copying -= 1
-            self._release_if_unused()
+            if not self._copying:
+                self._release()
 
-    def _release_if_unused(self) -> None:
-        if self._wanted_back and not self._copying:
-            self.close()
+    def _is_leased(self) -> bool:
+        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK  # no longer so once somebody waits
+
+    def _lease(self) -> bool:
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        except OSError:  # somebody has the file open for writing, or the filesystem has no leases
+            return False
+        if os.fstat(self._descriptor).st_size < self._size:
+            self._release()
+            return False
+        return True
+
+    def _release(self) -> None:
+        with suppress(BlockingIOError):  # the kernel has taken the lease away: this process was stopped for too long
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
     def _populated(self, start: int, stop: int) -> Bytes | None:
         if self._map is None:
@@ -103,15 +112,12 @@ class GuardedMapping:
         return np.frombuffer(self._map, np.uint8, stop - start, start)
 
 
-def _take_lease(descriptor: int) -> bool:
+def _can_be_guarded(descriptor: int) -> bool:
     if filesystem_type(descriptor) not in _LOCAL_FILESYSTEMS:
         return False
     try:
-        if int(_LEASE_BREAK_TIME.read_text(encoding="ascii")) < _MIN_LEASE_S:
-            return False
         # A broken lease raises SIGIO, which ends a process; SIGURG is ignored unless somebody asked for it.
         fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        return int(_LEASE_BREAK_TIME.read_text(encoding="ascii")) >= _MIN_LEASE_S
     except OSError:
         return False
-    return True

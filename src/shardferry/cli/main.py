@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 # One module per verb, holding a click command of the same name, and the line that `--help` shows.
 VERBS = {
     "demo": "Load a real model three ways over 4 processes, and check what it computes.",
+    "diff": "Compare two checkpoints: names, dtypes, shapes and bytes.",
     "inspect": "Show what is in a checkpoint: tensors, dtypes, shapes, bytes, files.",
+    "repack": "Write a checkpoint anew: in other files, another dtype, or under other names.",
     "verify": "Check a checkpoint and print everything that is wrong with it.",
 }
 

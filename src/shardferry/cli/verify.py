@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from shardferry.execute.open import survey_checkpoint
+from shardferry.execute.open import survey_checkpoint, survey_surroundings
 
 # What a severity is called in the output; only a warning leaves the check passed.
 _LABELS = {"missing": "missing", "fatal": "error", "strict": "error", "verify": "error", "warning": "warning"}
@@ -21,12 +21,13 @@ _LABELS = {"missing": "missing", "fatal": "error", "strict": "error", "verify": 
 def verify(path: Path, *, as_json: bool, variant: str | None) -> None:
     """Check the checkpoint at PATH and print everything that is wrong with it. Exits with 1 if anything is.
 
-    Stricter than loading: leftover shard files that the index does not name fail the check. Only headers and the index
-    are read, so changed tensor bytes are not noticed. The JSON object has the keys path, ok, num_tensors, num_files
-    and problems (severity: missing, fatal, strict, verify or warning; file; message). What has severity strict still
-    loads with strict=False, what has severity verify loads as it is.
+    Stricter than loading: leftover shard files that the index does not name, and what an interrupted save has left,
+    fail the check. Only headers and the index are read, so changed tensor bytes are not noticed. The JSON object has
+    the keys path, ok, num_tensors, num_files and problems (severity: missing, fatal, strict, verify or warning; file;
+    message). What has severity strict still loads with strict=False, what has severity verify loads as it is.
     """
     index, problems = survey_checkpoint(path, variant=variant)
+    problems += survey_surroundings(path)
     wrong = sum(problem.severity != "warning" for problem in problems)
     if as_json:
         result = {

@@ -84,11 +84,11 @@ def survey_checkpoint(
 
 def survey_surroundings(path: str | os.PathLike[str]) -> tuple[Problem, ...]:
     """Return what lies beside a checkpoint and shows that a save to it is running or was interrupted."""
-    where = Path(path).resolve()
     try:
+        where = Path(path).resolve()
         return tuple(outer_problems(LocalFiles(str(where.parent)).names(), where.name))
-    except (CheckpointNotFoundError, StorageError):  # who may not list the parent sees the checkpoint all the same
-        return ()
+    except (CheckpointNotFoundError, StorageError, ValueError):
+        return ()  # who may not list the parent sees the checkpoint all the same; ValueError: a NUL in the path
 
 
 def _check_there(files: LocalFiles, entry: str, where: Path) -> None:

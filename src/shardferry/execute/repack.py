@@ -7,7 +7,9 @@ they are about to be written; nothing is ever held but the buffers of the budget
 from __future__ import annotations
 
 import re
+import shutil
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,13 +27,16 @@ from shardferry.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.load import Copy
     from shardferry.plan.save import Write
     from shardferry.storage.base import Bytes
     from shardferry.transport.bulk import Mover
+
+
+# What a model has beside its weights; everything else in the folder of a checkpoint is left where it is.
+EXTRA_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja", ".py"})
 
 
 class RepackAdapter:
@@ -75,7 +80,10 @@ class RepackAdapter:
         yield
 
     def write_extras(self, folder: Path) -> None:
-        """Write nothing: a repacked checkpoint's other files are the caller's to copy."""
+        """Copy the small files that belong to a model beside its weights: configuration, tokenizer, code."""
+        for path in Path(self._index.root).iterdir():
+            if path.suffix in EXTRA_SUFFIXES and path.is_file() and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
 
 
 class CheckpointSource:

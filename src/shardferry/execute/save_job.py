@@ -157,11 +157,11 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
         plan = _plan(group, model, request)
         staging = stage(group, request.path, model.layout, request.on_existing)
     with staging.released():
-        with mine.timed("write"):
-            reports = _write(_Work(group, adapter, plan, staging, request, mine))
+        reports = _write(_Work(group, adapter, plan, staging, request, mine))
         with mine.timed("publish"):
             staging.publish(adapter.write_extras)
     files = tuple(file.name for file in model.layout.files)
+    reports = (*reports[: group.rank], mine, *reports[group.rank + 1 :])  # others' time to publish is not known here
     report = SaveReport(reports, files, staging.protocol, (*model.layout.warnings, *staging.remarks))
     if group.rank == 0:
         logger.info("saved %s: %s bytes from %s ranks", request.path, report.total.bytes_written, group.world_size)
@@ -279,9 +279,10 @@ def _write(work: _Work) -> tuple[RankReport, ...]:
     def write() -> bytes:
         settings = WriteSettings(min(PIECE_BYTES, request.budget_bytes // 4), Buffers(meter), on_bytes)
         sources = {target.name: work.adapter.source(target.name) for target in work.adapter.targets}
-        execute_writes(work.plan.writes, sources, work.staging.folder, settings)
+        with mine.timed("write"):
+            execute_writes(work.plan.writes, sources, work.staging.folder, settings)
         if work.plan.exchange.rounds:
-            with work.adapter.mover(work.group.check) as mover:
+            with mine.timed("exchange"), work.adapter.mover(work.group.check) as mover:
                 execute_exchange(work.plan.exchange, sources, work.staging.folder, settings, mover)
         mine.num_tensors = len(sources)
         mine.peak_extra_bytes = meter.peak_bytes

@@ -1,0 +1,108 @@
+"""`shardferry repack`: the same tensors in other files, another dtype, or under other names."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardferry
+from shardferry.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATE = {
+    "layer2.w": torch.arange(35.0).reshape(7, 5),
+    "layer10.w": torch.arange(24, dtype=torch.int32).reshape(2, 3, 4),
+    "s": torch.tensor(2.5),
+    "none": torch.zeros(0, 3),
+    "q": torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(STATE, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "x"}')
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["repack", *arguments])
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    index = shardferry.open_checkpoint(folder)
+    return {name: tensor for file in index.files for name, tensor in load_file(folder / file).items()}
+
+
+def test_one_file_becomes_several_and_one_again(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, str(source), str(tmp_path / "many"), "--max-shard-size", "100", "--json")
+    assert code == 0
+    assert len(json.loads(out)["files"]) > 1
+    for name, tensor in read(tmp_path / "many").items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), STATE[name].reshape(-1).view(torch.uint8)), name
+    assert run(capsys, str(tmp_path / "many"), str(tmp_path / "one"))[0] == 0
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert (tmp_path / "one/config.json").read_text() == '{"model_type": "x"}'
+
+
+def test_floats_are_cast_and_names_changed(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = ["--rename", r"^layer(\d+)\.=blocks.\1.", "--rename", "^s$=scale"]
+    assert run(capsys, str(source), str(tmp_path / "out"), "--dtype", "BF16", *rules)[0] == 0
+    saved = read(tmp_path / "out")
+    assert set(saved) == {"blocks.2.w", "blocks.10.w", "scale", "none", "q"}
+    assert torch.equal(saved["blocks.2.w"], STATE["layer2.w"].bfloat16())
+    assert saved["blocks.10.w"].dtype == torch.int32
+    assert saved["q"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("x", "REGEX=REPL"),
+        ("(=y", "--rename ("),
+        ("absent=y", "changes no name"),
+        (r"^layer\d+\.w=w", "the same name w"),
+    ],
+)
+def test_a_rename_that_cannot_be_meant_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, words: str
+) -> None:
+    code, _, err = run(capsys, str(source), str(tmp_path / "out"), "--rename", rule)
+    assert code == 1
+    assert words in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_checkpoint_is_refused_unless_it_is_to_be_replaced(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert run(capsys, str(source), out)[0] == 0
+    code, _, err = run(capsys, str(source), out)
+    assert code == 1
+    assert "already holds a checkpoint" in err
+    assert run(capsys, str(source), out, "--on-existing", "replace")[0] == 0
+
+
+def test_torchs_rank_files_become_a_standard_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    for rank, (part, offset) in enumerate([(whole[:, :3], [0, 0]), (whole[:, 3:], [0, 3])], 1):
+        info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offset}}), "DCP_VERSION": "1.0", "format": "pt"}
+        save_file({"w": part.contiguous()}, folder / f"shard-0000{rank}-model-00001-of-00001.safetensors", info)
+    assert run(capsys, str(folder), str(tmp_path / "out"))[0] == 0
+    assert torch.equal(read(tmp_path / "out")["w"], whole)

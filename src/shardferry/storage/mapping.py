@@ -89,6 +89,9 @@ class GuardedMapping:
 
     def _lease(self) -> bool:
         try:
+            # Whoever waits makes the kernel send SIGIO, which ends a process; SIGURG is ignored unless somebody asked
+            # for it. Every release puts SIGIO back (fs/locks.c, lease_modify).
+            fcntl.fcntl(self._descriptor, _F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError:  # somebody has the file open for writing, or the filesystem has no leases
             return False
@@ -116,8 +119,6 @@ def _can_be_guarded(descriptor: int) -> bool:
     if filesystem_type(descriptor) not in _LOCAL_FILESYSTEMS:
         return False
     try:
-        # A broken lease raises SIGIO, which ends a process; SIGURG is ignored unless somebody asked for it.
-        fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGURG)
         return int(_LEASE_BREAK_TIME.read_text(encoding="ascii")) >= _MIN_LEASE_S
     except OSError:
         return False

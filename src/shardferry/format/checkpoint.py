@@ -20,6 +20,7 @@ from shardferry.format.hubindex import HubIndex, read_hub_index
 from shardferry.format.index import CheckpointIndex, FileInfo, TensorInfo
 from shardferry.format.problem import Problem, listed, shown
 from shardferry.format.rankfiles import SHARDING_INFO, merge_boxes, saved_offsets
+from shardferry.format.savenames import inner_problems
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ def read_checkpoint(files: Files, entry: str | None, variant: str | None) -> tup
     """
     entries = () if entry is not None and not entry.endswith(".json") else files.names()
     chosen = _choose(entries, entry, variant)
-    problems = list(chosen.problems)
+    problems = [*chosen.problems, *inner_problems(entries)]
     hub_index = None
     if chosen.index is not None:
         hub_index, found = read_hub_index(files, chosen.index)

@@ -7,6 +7,7 @@ whatever else lies in the old directory is moved over: sub-directories, and what
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from shardferry.format.savenames import is_save_name
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from shardferry.storage.renames import Filesystem
 
+# What NFS and FUSE clients call a file that was removed while it was open; they remove it when it is closed.
+_HIDDEN = re.compile(r"\.(?:nfs|fuse_hidden)[0-9a-f]{8,}")
 # Somebody who still works in the old directory may add files while it is emptied.
 _TRIES = 3
 
@@ -35,7 +38,8 @@ def link_foreign(filesystem: Filesystem, old: str, new: str, drop: Collection[st
     with os.scandir(old) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
-        if entry.name in drop or is_save_name(entry.name) or entry.is_dir(follow_symlinks=False):
+        is_ours = entry.name in drop or is_save_name(entry.name)
+        if is_ours or entry.is_dir(follow_symlinks=False) or _HIDDEN.fullmatch(entry.name):
             continue
         path = f"{new}/{entry.name}"
         try:
@@ -99,7 +103,7 @@ def _move(filesystem: Filesystem, old: str, new: str, drop: Collection[str], lin
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
         path, is_folder = f"{new}/{entry.name}", entry.is_dir(follow_symlinks=False)
-        if entry.name in drop and not is_folder:
+        if (entry.name in drop and not is_folder) or _HIDDEN.fullmatch(entry.name):
             continue
         if not os.path.lexists(path):
             filesystem.rename_new(entry.path, path)

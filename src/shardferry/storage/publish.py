@@ -11,8 +11,8 @@ the disk, and only then is anything old removed.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardferry.errors import InvalidInputError
@@ -70,15 +70,20 @@ def claim_target(filesystem: Filesystem, path: str, naming: Naming, token: str, 
         OSError: If the filesystem refuses something.
     """
     state = survey_target(path, naming)
-    Path(state.home).mkdir(parents=True, exist_ok=True)
+    _make_parents(filesystem, state.home)
     name = os.path.basename(state.path)  # noqa: PTH119 - paths are strings here: they travel between ranks
     lock = take_lock(f"{state.home}/{sibling_name(name, '', 'lock')}", state.leftovers)
+    place = Place(state.path, state.home, token)
     try:
         remarks = recover(filesystem, survey_target(path, naming), forward=forward)
+        capabilities = probe_capabilities(filesystem, place.probe)
         state = survey_target(path, naming)
-        capabilities = probe_capabilities(filesystem, Place(state.path, state.home, token).probe)
     except BaseException:
-        lock.release()
+        try:
+            with suppress(OSError):  # the first error is the one to tell
+                settle(filesystem, place, forward=False)
+        finally:
+            lock.release()
         raise
     return Claim(state, capabilities, lock, remarks)
 
@@ -253,6 +258,20 @@ def discard_files(place: Place, names: Sequence[str]) -> tuple[str, ...]:
         except OSError:
             kept.append(place.path_of(name))
     return tuple(kept)
+
+
+def _make_parents(filesystem: Filesystem, path: str) -> None:
+    """Make a directory and those above it, so that they are still there after a power failure."""
+    if os.path.isdir(path):  # noqa: PTH112
+        return
+    parent = os.path.dirname(path)  # noqa: PTH120
+    _make_parents(filesystem, parent)
+    try:
+        filesystem.make_directory(path)
+    except FileExistsError:  # another save made it just now
+        if not os.path.isdir(path):  # noqa: PTH112
+            raise
+    filesystem.sync_directory(parent)
 
 
 def _check_names(target: str, names: Sequence[str]) -> None:

@@ -63,6 +63,7 @@ def settle(filesystem: Filesystem, place: Place, *, forward: bool) -> list[str]:
     Raises:
         OSError: If something cannot be moved or removed.
     """
+    place = replace(place, in_place=False)  # what is staged beside the target; the target itself is never removed
     if os.path.lexists(place.probe):
         remove_tree(filesystem, place.probe)
     publishing, published = (read_journal(place.journal(kind)) for kind in ("publishing", "published"))
@@ -91,8 +92,7 @@ def _settle_files(
         filesystem.unlink(place.journal("publishing"))
         return _discard(filesystem, place)
     if publishing.protocol == "in place":
-        place = replace(place, in_place=True)
-        if published is not None and is_complete(place, published):
+        if forward and published is not None and is_complete(place, published):
             filesystem.unlink(place.journal("publishing"))
             return _finish(filesystem, place, published)
         _remove_written(filesystem, place, publishing)

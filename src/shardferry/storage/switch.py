@@ -45,7 +45,11 @@ def change_directories(filesystem: Filesystem, place: Place, journal: Journal) -
         filesystem.rename(place.staging, place.target)
     else:
         _swap(filesystem, place)
-    filesystem.sync_directory(place.home)
+    try:
+        filesystem.sync_directory(place.home)
+    except OSError:
+        _change_back(filesystem, place, journal)  # what may be gone after a power failure is not published
+        raise
 
 
 def put_files(filesystem: Filesystem, place: Place, journal: Journal) -> None:
@@ -68,7 +72,11 @@ def put_files(filesystem: Filesystem, place: Place, journal: Journal) -> None:
                 filesystem.rename(place.path_of(name), f"{place.target}/{name}")
         _sync(filesystem, place.target, group)
     filesystem.rename(place.journal("publishing"), place.journal("published"))
-    filesystem.sync_directory(place.target)
+    try:
+        filesystem.sync_directory(place.target)
+    except OSError:
+        filesystem.rename(place.journal("published"), place.journal("publishing"))
+        raise
 
 
 def take_files_back(filesystem: Filesystem, place: Place, journal: Journal) -> None:
@@ -123,14 +131,13 @@ def clear_away(filesystem: Filesystem, place: Place, journal: Journal) -> list[s
     Raises:
         OSError: If something cannot be moved or removed; the call can be repeated.
     """
-    staged = os.path.dirname(place.mark)  # noqa: PTH120
     if journal.protocol == "files":
-        for folder in (place.retired, staged):
+        for folder in (place.retired, place.staging):
             if os.path.lexists(folder):
                 remove_tree(filesystem, folder)
     elif journal.protocol != "in place":
-        if os.path.lexists(staged):  # the old directory, by its new name
-            filesystem.rename_new(staged, place.retired)
+        if os.path.lexists(place.staging):  # the old directory, by its new name
+            filesystem.rename_new(place.staging, place.retired)
         if os.path.lexists(place.retired):
             drop = {*journal.replaced, *journal.files}
             kept = move_over(filesystem, place.retired, place.target, drop=drop, linked=journal.linked)
@@ -155,6 +162,15 @@ def _swap(filesystem: Filesystem, place: Place) -> None:
         else:
             return
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), place.staging, None, place.target)
+
+
+def _change_back(filesystem: Filesystem, place: Place, journal: Journal) -> None:
+    if journal.protocol == "exchange":
+        filesystem.exchange(place.staging, place.target)
+        return
+    filesystem.rename(place.target, place.staging)
+    if journal.protocol == "swap":
+        filesystem.rename(place.retired, place.target)
 
 
 def _is_old(place: Place, journal: Journal, name: str) -> bool:

@@ -146,6 +146,17 @@ def test_a_lease_waited_for_is_given_up_only_when_no_thread_copies(tmp_path: Pat
     os.close(descriptor)
 
 
+def test_rows_of_a_file_that_shrank_since_it_was_opened_are_an_error_naming_it(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(DATA.tobytes())
+    out = np.zeros((3000, 10), np.uint8)
+    with LocalStore(tmp_path).open("data") as file:
+        os.truncate(tmp_path / "data", 10)
+        with pytest.raises(StorageError, match=r"data' at offset 10 failed: the file ends at 10 bytes"):
+            file.read_rows(out, Rows(3, 1000, ((0, 10),)), nothing)
+    with LocalStore(tmp_path).open("data") as file, pytest.raises(StorageError, match="the file ends at 10 bytes"):
+        file.read_rows(out, Rows(3, 1000, ((0, 10),)), nothing)
+
+
 def test_nobody_waits_for_a_file_that_is_open_but_not_copied_from(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(DATA.tobytes())

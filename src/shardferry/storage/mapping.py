@@ -54,12 +54,14 @@ class GuardedMapping:
         self._lock = threading.Lock()
         self._copying = 0
         if size and _can_be_guarded(descriptor):
-            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+            # ValueError: the file has shrunk meanwhile; OSError: the process has too many mappings already.
+            with suppress(ValueError, OSError):
+                self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
 
     @contextmanager
     def window(self, start: int, stop: int) -> Iterator[Bytes | None]:
         """Give bytes [start, stop) of the file, safe to copy from inside the context; None if they must be read."""
-        if not self._enter():
+        if stop > self._size or not self._enter():
             yield None
             return
         try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # A transfer is given up by the group's verdict, not by gloo: its own limit only has to be out of the way.
 GLOO_TIMEOUT = timedelta(days=1)
 POLL_S = 0.0005
+# The group names a dead rank within milliseconds.
+VERDICT_WITHIN_S = 2.0
 
 
 class GlooMover:
@@ -41,7 +43,18 @@ class GlooMover:
         while not work.is_completed():
             self._check()
             time.sleep(POLL_S)
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError:
+            self._wait_for_verdict()
+            raise
+
+    def _wait_for_verdict(self) -> None:
+        """Raise what the group says of it, if it says so soon: gloo knows that a rank is gone, but not which."""
+        deadline = time.monotonic() + VERDICT_WITHIN_S
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(POLL_S)
 
 
 @contextmanager

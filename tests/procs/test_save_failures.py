@@ -125,7 +125,8 @@ def save_racing(folder: str) -> str:
     except ShardferryError as error:
         return type(error).__name__
     finally:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the pool to take down
+        store = dist.HashStore()  # type: ignore[attr-defined]  # re-exported without __all__
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # for the pool to take down
     return "saved"
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,12 +35,10 @@ from shardferry.storage.place import Place
 from shardferry.storage.publish import Publication, claim_target, discard_files
 from shardferry.storage.recover import recover
 from shardferry.storage.renames import LocalFilesystem
-from shardferry.storage.savelock import QUIET_S, take_lock
 from shardferry.storage.target import survey_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ONE, TWO, THREE = (f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
 OLD = checkpoint(ONE, TWO, THREE, seed=1)
@@ -252,14 +253,6 @@ def test_two_saves_to_one_path_exclude_each_other(tmp_path: Path) -> None:
     assert leftovers(tmp_path / "out") == []
 
 
-def test_a_lock_of_another_machine_counts_while_its_save_changes_files(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    owner = '{"host": "gpu-7", "boot": "another", "pids": "p", "pid": 1, "started": "2"}'
-    lock.write_text(owner)
-    take_lock(str(lock), ()).close()  # on a local filesystem the machine has been started anew since
-    assert QUIET_S > 60
-
-
 @pytest.mark.parametrize("name", ["x" * 255, "ü" * 127, "a.shardferry-0001"])
 def test_names_of_any_length_have_siblings(name: str) -> None:
     sibling = sibling_name(name, "0123456789abcdef", "staging")
@@ -415,3 +408,77 @@ def test_a_full_disk_leaves_the_old_checkpoint(small_disk: Path) -> None:
         save(limited(), target, big | {INDEX: NEW[INDEX]})
     assert {name: (target / name).read_bytes() for name in files_in(target)} == OLD
     assert leftovers(target) == []
+
+
+@pytest.fixture
+def nobody() -> Iterator[Path]:
+    """A folder of root's, looked at by a user who may only write to `out` in it."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "out").mkdir()
+        os.chown(folder / "out", 65534, 65534)
+        os.seteuid(65534)
+        try:
+            yield folder
+        finally:
+            os.seteuid(0)
+
+
+def test_a_directory_whose_parent_is_not_ours_is_saved_to_with_nothing_beside_it(nobody: Path) -> None:
+    target = write_files(nobody / "out", OLD | {"notes": b"foreign"})
+    assert survey_target(str(target), NAMING).home == str(target)
+    save(limited(), target, NEW)
+    assert files_in(target) == {*NEW, "notes"}
+    assert seen_by_us(target) == NEW_WEIGHTS
+
+
+def test_a_place_where_nothing_can_be_made_is_named(nobody: Path) -> None:
+    with pytest.raises(PermissionError, match=re.escape(f"{nobody}/.other.shardferry.lock")):
+        save(limited(), nobody / "other", NEW)
+
+
+def test_a_directory_that_a_sticky_parent_holds_in_place_is_saved_to_file_by_file(nobody: Path) -> None:
+    os.seteuid(0)
+    nobody.chmod(0o1777)
+    (nobody / "out").chmod(0o777)
+    os.chown(nobody / "out", 1, 1)
+    os.seteuid(65534)
+    target = write_files(nobody / "out", {"notes": b"foreign"})
+    state = survey_target(str(target), NAMING)
+    assert (state.movable, state.home) == (False, str(nobody))
+    save(limited(), target, NEW)
+    assert files_in(target) == {*NEW, "notes"}
+
+
+@pytest.mark.parametrize("protocol", REPLACING)
+def test_names_are_on_the_disk_before_the_change_and_the_change_before_anything_old_goes(
+    tmp_path: Path, protocol: str
+) -> None:
+    target = write_files(tmp_path / "out", OLD)
+    steps: list[str] = []
+    save(limited(LACKS[protocol], steps.append), target, NEW)
+    steps = steps[steps.index("publish") :]
+    staging = tmp_path / sibling_name("out", "0001", "staging")
+    change = f"-> {target}/{INDEX}" if protocol == "files" else f" {target}"
+    changed = next(at for at, step in enumerate(steps) if str(staging) in step and step.endswith(change))
+    if protocol == "files":
+        assert steps[changed - 1] == f"sync_directory {target}"
+        assert steps[changed + 1] == f"sync_directory {target}"
+    else:
+        assert f"sync_directory {staging}" in steps[:changed]
+        assert f"sync_directory {tmp_path}" == steps[changed + 1]
+    assert all(not step.startswith("unlink") for step in steps[:changed])
+
+
+def test_the_index_is_written_after_everything_else_and_then_the_names_are_synced(tmp_path: Path) -> None:
+    steps: list[str] = []
+    save(limited(step=steps.append), tmp_path / "out", NEW | {"config.json": b"{}"})
+    staging = tmp_path / sibling_name("out", "0001", "staging")
+    index = steps.index(f"write_file {staging}/{INDEX}")
+    assert f"sync_file {staging}/config.json" in steps[:index]
+    written = [step for step in steps[index + 1 :] if step.startswith("write_file")]
+    assert written == [f"write_file {staging}/{journal_name('0001', 'published')}"]
+    assert f"sync_directory {staging}/." in steps[index:]

@@ -30,7 +30,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _Owner(NamedTuple):
+class Owner(NamedTuple):
     """Who holds a lock; a process is named by more than its number, which others get later."""
 
     host: str
@@ -82,11 +82,42 @@ def take_lock(path: str, staged: tuple[str, ...]) -> SaveLock:
         os.close(descriptor)
 
 
+def is_held(owner: Owner, me: Owner, *, locked: bool | None, one_kernel: bool, quiet_s: float) -> bool:
+    """Return whether the save that wrote a lock file may still run, although the kernel did not refuse the lock.
+
+    Args:
+        owner: Who wrote the file.
+        me: Who asks.
+        locked: True if the kernel gave the lock; None if the filesystem has no locks.
+        one_kernel: Whether the kernel that gave it would know of everybody's lock.
+        quiet_s: Seconds since the lock file or anything that is staged has changed.
+    """
+    if locked and one_kernel:
+        return False
+    if (owner.boot, owner.pids) == (me.boot, me.pids):
+        return not locked and _started(owner.pid) == owner.started
+    return quiet_s < QUIET_S
+
+
+def myself() -> Owner:
+    """Return this process."""
+    pid = os.getpid()
+    boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    return Owner(socket.gethostname(), boot, str(Path("/proc/self/ns/pid").readlink()), pid, _started(pid))
+
+
 def _take(descriptor: int, path: str, staged: tuple[str, ...]) -> None:
     locked = _lock(descriptor)
     owner = _read_owner(descriptor)
-    if locked is False or (owner is not None and _may_live(owner, descriptor, staged, locked=locked)):
-        raise StorageError(_running(path, owner))
+    if owner is not None and locked is not False:
+        one_kernel = filesystem_type(descriptor) in _ONE_KERNEL
+        changed = max((os.fstat(descriptor).st_mtime, *map(_last_change, staged)))
+        quiet_s = time.time() - changed
+        if not is_held(owner, myself(), locked=locked, one_kernel=one_kernel, quiet_s=quiet_s):
+            return
+    elif locked is not False:
+        return
+    raise StorageError(_running(path, owner))
 
 
 def _lock(descriptor: int) -> bool | None:
@@ -102,17 +133,6 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
-def _may_live(owner: _Owner, descriptor: int, staged: tuple[str, ...], *, locked: bool | None) -> bool:
-    """Return whether the save that wrote the lock file may still run although the kernel holds no lock for it here."""
-    if locked and filesystem_type(descriptor) in _ONE_KERNEL:
-        return False
-    mine = _myself()
-    if (owner.boot, owner.pids) == (mine.boot, mine.pids):
-        return not locked and _started(owner.pid) == owner.started
-    changed = max((_last_change(folder) for folder in staged), default=0.0)
-    return time.time() - max(changed, os.fstat(descriptor).st_mtime) < QUIET_S
-
-
 def _last_change(folder: str) -> float:
     times = [0.0]
     try:
@@ -123,7 +143,7 @@ def _last_change(folder: str) -> float:
     return max(times)
 
 
-def _running(path: str, owner: _Owner | None) -> str:
+def _running(path: str, owner: Owner | None) -> str:
     who = f" by process {owner.pid} on {shown(owner.host)}" if owner else ""
     return (
         f"another save to the same path is running{who}: it holds '{path}'. Wait for it or save to another path; "
@@ -139,12 +159,6 @@ def _is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _myself() -> _Owner:
-    pid = os.getpid()
-    boot = _BOOT_ID.read_text(encoding="ascii").strip()
-    return _Owner(socket.gethostname(), boot, str(Path("/proc/self/ns/pid").readlink()), pid, _started(pid))
-
-
 def _started(pid: int) -> str:
     """Return when a process started, in the kernel's ticks; empty if there is none."""
     try:
@@ -154,14 +168,14 @@ def _started(pid: int) -> str:
     return text.rpartition(")")[2].split()[19]  # proc_pid_stat(5): field 22; the name before may hold anything
 
 
-def _read_owner(descriptor: int) -> _Owner | None:
+def _read_owner(descriptor: int) -> Owner | None:
     try:
-        return _Owner(**json.loads(os.pread(descriptor, 4096, 0)))
+        return Owner(**json.loads(os.pread(descriptor, 4096, 0)))
     except (ValueError, TypeError):  # empty, or its writer died while it wrote
         return None
 
 
 def _write_owner(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(_myself()._asdict()).encode(), 0)
+    os.pwrite(descriptor, json.dumps(myself()._asdict()).encode(), 0)
     os.fsync(descriptor)

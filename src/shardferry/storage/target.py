@@ -91,7 +91,7 @@ def _home(path: str, *, exists: bool) -> tuple[str, bool]:
     parent = os.path.dirname(path)  # noqa: PTH120 - as in the whole file: paths are strings, they travel between ranks
     if not exists:
         return parent, True
-    if _is_mount_point(path) or not os.access(parent, os.W_OK | os.X_OK):
+    if _is_mount_point(path) or not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
         return path, False
     return parent, _may_move(path, parent)
 

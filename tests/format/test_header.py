@@ -324,3 +324,11 @@ def test_damaged_json_never_raises(token: bytes, data: st.DataObject) -> None:
     position = data.draw(st.integers(8, 8 + length))
     text = SEED[8:position] + token + SEED[position : 8 + length]
     parse(raw_file(text, SEED[8 + length :]))
+
+
+def test_a_header_of_nothing_but_wrong_entries_is_given_up_after_ten_thousand() -> None:
+    raw = raw_file({str(number): number for number in range(20_000)})
+    header, problems = parse_header(raw, len(raw), NAME)
+    assert header is None
+    assert len(problems) == 10_002
+    assert "the rest of the header is not looked at" in problems[-1].message

@@ -32,6 +32,8 @@ _MAX_U64 = 2**64 - 1
 _FIELDS = ("dtype", "shape", "data_offsets")
 # Bounds of the short path. They keep every product small; what lies outside is checked step by step.
 _PLAIN_DIMS, _PLAIN_EXTENT, _PLAIN_OFFSET = 8, 2**40, 2**60
+# A hostile header can hold millions of wrong entries. A guess, above the tensors of any real file.
+_MAX_PROBLEMS = 10_000
 # What one line of a message bears, a guess.
 _BRIEF_ITEMS, _BRIEF_CHARACTERS = 10, 100
 
@@ -157,6 +159,11 @@ def _extents(header: dict[str, Json], data_start: int, findings: Findings) -> li
     for name, entry in header.items():
         if name == METADATA:
             continue
+        if len(findings.problems) > _MAX_PROBLEMS:
+            findings.add(
+                "fatal", f"more than {_MAX_PROBLEMS} things are wrong: the rest of the header is not looked at"
+            )
+            return None
         plain = _plain_entry(entry)
         if plain is None:
             extent = _examined_entry(name, entry, data_start, findings)

@@ -111,16 +111,10 @@ def _group() -> Iterator[Group]:
     if "RANK" not in os.environ:
         yield SoloGroup()
         return
-    import torch.distributed as dist
+    from shardferry.torch.group import launched_group
 
-    from shardferry.torch.group import open_group
-
-    dist.init_process_group("gloo")
-    try:
-        with open_group(TIMEOUT_S) as group:
-            yield group
-    finally:
-        dist.destroy_process_group()
+    with launched_group(TIMEOUT_S) as group:
+        yield group
 
 
 def _summary(report: SaveReport, target: Path) -> str:

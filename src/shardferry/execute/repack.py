@@ -14,22 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardferry.convert.ops import Stored
 from shardferry.errors import InvalidInputError
-from shardferry.execute.load import Settings, execute_load
+from shardferry.execute.gather import Part, gather
 from shardferry.format.dtypes import BITS
-from shardferry.geometry.region import box
 from shardferry.geometry.sharding import MeshLayout, Split, region_at
-from shardferry.geometry.spans import BITS_PER_BYTE, collapse
-from shardferry.plan.load import Wanted, plan_load
+from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.target import Target
-from shardferry.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardferry.format.index import CheckpointIndex
-    from shardferry.plan.load import Copy
     from shardferry.plan.save import Write
     from shardferry.storage.base import Bytes
     from shardferry.transport.bulk import Mover
@@ -105,67 +100,15 @@ class CheckpointSource:
         """Read what is to be written, and cast it if it is written in another dtype."""
         stored = self._index.tensors[self._name].dtype
         if stored == write.dtype:
-            self._read(write, stored, out)
+            self._read(write, out)
             return
         assert self._cast is not None
         raw = np.empty(write.region.num_elements * BITS[stored] // BITS_PER_BYTE, np.uint8)
-        self._read(write, stored, raw)
+        self._read(write, raw)
         self._cast(raw, stored, out, write.dtype)
 
-    def _read(self, write: Write, dtype: str, out: Bytes) -> None:
-        wanted = Wanted(write.name, Stored(self._name, write.shape), write.region)
-        plan = plan_load(self._index, [wanted])
-        destination = _Raw(out, write.region.shape, BITS[dtype])
-        settings = Settings(
-            num_threads=1,
-            piece_bytes=max(1, len(out)),
-            staging=lambda: [_Scratch(len(out))],
-            on_bytes=lambda *_: None,
-            check=lambda: None,
-        )
-        execute_load(plan, {write.name: destination}, LocalStore(self._index.root), self._index.files, settings)
-
-
-class _Raw:
-    """Bytes in memory as the destination of a load."""
-
-    def __init__(self, out: Bytes, shape: tuple[int, ...], bits: int) -> None:
-        self._out = out
-        self._shape = shape
-        self._bits = bits
-
-    def direct(self, copy: Copy) -> Bytes | None:
-        offsets, sizes = [a for a, _ in copy.target], [b - a for a, b in copy.target]
-        collapsed = collapse(box(offsets, sizes), self._shape, self._bits)
-        if len(collapsed.sizes) > 1:
-            return None
-        start, stop = collapsed.dims[0][0]
-        return self._out[start:stop]
-
-    def store(self, copy: Copy, staged: Bytes) -> None:
-        sizes, dims = collapse(
-            box([a for a, _ in copy.target], [b - a for a, b in copy.target]), self._shape, self._bits
-        )
-        place = tuple(slice(*dim[0]) for dim in dims)
-        target = self._out.reshape(sizes)[place]
-        target[...] = staged.reshape(target.shape)
-
-
-class _Scratch:
-    """One buffer, emptied at once."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._memory = np.empty(num_bytes, np.uint8)
-
-    def memory(self, num_bytes: int) -> Bytes:
-        return self._memory[:num_bytes]
-
-    @contextmanager
-    def transfer(self) -> Iterator[None]:
-        yield
-
-    def wait(self) -> None:
-        """Nothing is under way."""
+    def _read(self, write: Write, out: Bytes) -> None:
+        gather(self._index, {write.name: Part(self._name, write.region, out)})
 
 
 def rename(names: Sequence[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import functools
 import ipaddress
 import socket
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,8 @@ from shardferry.transport.host import this_host
 from shardferry.transport.solo import SoloGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardferry.transport.base import Group
 
 # An address that is never assigned (RFC 5737): asking for the way to it gives the address on the default route, and a
@@ -63,6 +66,17 @@ def open_group(timeout_s: float) -> Group:
         bind_address=lambda: _address_towards(store),
         timeout_s=timeout_s,
     )
+
+
+@contextmanager
+def launched_group(timeout_s: float) -> Iterator[Group]:
+    """Give the group of the processes that torch's launcher has started, for a program that has none yet."""
+    dist.init_process_group("gloo")
+    try:
+        with open_group(timeout_s) as group:
+            yield group
+    finally:
+        dist.destroy_process_group()
 
 
 def _own_connection(default_store: Store) -> Store:

@@ -404,17 +404,27 @@ def test_ranks_that_disagree_are_named_with_the_tensor(ranks: RankPool, tensors:
     assert "ranks 2 have F32 [12, 7] on a mesh of shape (4,) (dim 1 over axis 0)" in messages[0]
 
 
-def load_what_one_rank_cannot(path: str) -> tuple[str, float]:
-    dtype = torch.complex128 if dist.get_rank() == 1 else torch.float32
-    state: dict[str, torch.Tensor] = {"v": torch.zeros(5, dtype=dtype)}
+def load_what_one_rank_cannot(path: str, wrong: str) -> tuple[str, float]:
+    """One rank alone has a tensor or an option that is wrong; then all load what is right."""
+    mine = wrong if dist.get_rank() == 1 else ""
+    state: dict[str, torch.Tensor] = {"v": torch.zeros(5, dtype=torch.complex128 if mine == "dtype" else None)}
+    options = {"stric": True} if mine == "option" else {}
     start = time.monotonic()
-    with pytest.raises((InvalidInputError, RankFailedError)) as caught:
-        sf.load_state_dict(state, path, strict=False)
-    return str(caught.value), time.monotonic() - start
+    with pytest.raises((InvalidInputError, RankFailedError, TypeError)) as caught:
+        sf.load_state_dict(state, path, strict=False, **options)  # type: ignore[arg-type]  # on purpose
+    seconds = time.monotonic() - start
+    sf.load_state_dict({"v": torch.zeros(5)}, path, strict=False)
+    return str(caught.value), seconds
 
 
-def test_what_one_rank_cannot_even_prepare_is_raised_on_all_at_once(ranks: RankPool, tensors: str) -> None:
-    told = ranks(3).run(load_what_one_rank_cannot, tensors)
-    assert all("v: safetensors files cannot hold torch.complex128" in message for message, _ in told)
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("dtype", "v: safetensors files cannot hold torch.complex128"), ("option", "unknown option stric")],
+)
+def test_what_one_rank_cannot_even_prepare_is_raised_on_all_at_once(
+    ranks: RankPool, tensors: str, wrong: str, words: str
+) -> None:
+    told = ranks(3).run(load_what_one_rank_cannot, tensors, wrong)
+    assert all(words in message for message, _ in told)
     assert all("failed on rank 1 of 3" in message for message, _ in (told[0], told[2]))
     assert max(seconds for _, seconds in told) < 5

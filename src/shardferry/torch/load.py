@@ -130,10 +130,11 @@ def load_state_dict(
 def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: LoadOptions) -> LoadReport:
     """Load what `prepare` offers; the part that every way of calling shares. Collective.
 
-    The group is opened first: what one rank alone cannot prepare, all ranks must hear of.
+    The group is opened first: what is wrong on one rank alone, all ranks must hear of. And a rank that has left a call
+    out would be one call behind the others ever after.
     """
-    _check_options(options)
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
+        _check_options(options)
         report = run_load(group, *prepare())
     if report.total.num_overflowed and group.rank == 0:
         message = (

@@ -119,4 +119,5 @@ def _group() -> Iterator[Group]:
 
 def _summary(report: SaveReport, target: Path) -> str:
     total = report.total
-    return f"{target}: {format_bytes(total.bytes_written)} in {len(report.files)} files, {total.seconds['write']:.1f} s"
+    seconds = total.seconds["write"] + total.seconds["sync"]
+    return f"{target}: {format_bytes(total.bytes_written)} in {len(report.files)} files, {seconds:.1f} s"

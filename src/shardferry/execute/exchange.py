@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,7 +10,6 @@ from shardferry.execute.load import outer_offsets
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.spans import Collapsed, collapse
 from shardferry.plan.exchange import Box, Part, part_write, parts_of
-from shardferry.storage.writing import open_for_writing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from shardferry.execute.save import Source, WriteSettings
     from shardferry.plan.catalogue import Held
     from shardferry.storage.base import Bytes
-    from shardferry.storage.writing import WritableFile
+    from shardferry.storage.writing import OpenFiles
     from shardferry.transport.bulk import Mover
 
 
@@ -49,24 +46,17 @@ class Exchange(NamedTuple):
 
 
 def execute_exchange(
-    exchange: Exchange, sources: Mapping[str, Source], folder: str, settings: WriteSettings, mover: Mover
+    exchange: Exchange, sources: Mapping[str, Source], files: OpenFiles, settings: WriteSettings, mover: Mover
 ) -> None:
     """Move every part to the owner of its box, and write the boxes this rank owns. Collective.
 
     Raises:
         StorageError: If a write fails; names the file and the offset.
     """
-    with ExitStack() as stack:
-        files: dict[str, WritableFile] = {}
-        for boxes in exchange.rounds:
-            mine = _move(exchange, boxes, sources, settings, mover)
-            for box, data in mine:
-                if box.file not in files:
-                    files[box.file] = stack.enter_context(open_for_writing(Path(folder, box.file)))
-                start = box.start + _first_byte(_collapsed(exchange, box.name, box))
-                files[box.file].write(data, start, settings.on_bytes)
-        for file in files.values():
-            file.sync()
+    for boxes in exchange.rounds:
+        for box, data in _move(exchange, boxes, sources, settings, mover):
+            start = box.start + _first_byte(_collapsed(exchange, box.name, box))
+            files.get(box.file).write(data, start, settings.on_bytes)
 
 
 def _move(

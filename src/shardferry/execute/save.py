@@ -6,21 +6,18 @@ cast, a strided or split tensor) they are gathered in a reused staging buffer fi
 
 from __future__ import annotations
 
-from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardferry.execute.load import outer_offsets
 from shardferry.plan.save import Write, split_write
 from shardferry.storage.base import Rows
-from shardferry.storage.writing import open_for_writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from shardferry.execute.meter import Buffers
     from shardferry.storage.base import Bytes
-    from shardferry.storage.writing import WritableFile
+    from shardferry.storage.writing import OpenFiles, WritableFile
 
 
 class Source(Protocol):
@@ -50,24 +47,21 @@ class WriteSettings(NamedTuple):
 
 
 def execute_writes(
-    writes: Sequence[Write], sources: Mapping[str, Source], folder: str, settings: WriteSettings
+    writes: Sequence[Write], sources: Mapping[str, Source], files: OpenFiles, settings: WriteSettings
 ) -> None:
-    """Write everything a plan names, and wait until it is on the disk.
+    """Write everything a plan names; what is written still has to be synced.
 
     Args:
-        writes: What to write, grouped by file.
+        writes: What to write, in file order.
         sources: The memory of every tensor, by name.
-        folder: Where the files have been created.
+        files: The files, which have been created.
         settings: Staging and callbacks.
 
     Raises:
         StorageError: If a write fails; names the file and the offset.
     """
-    for name, group in groupby(writes, key=lambda write: write.file):
-        with open_for_writing(Path(folder, name)) as file:
-            for write in group:
-                _write(file, write, sources[write.name], settings)
-            file.sync()
+    for write in writes:
+        _write(files.get(write.file), write, sources[write.name], settings)
 
 
 def _write(file: WritableFile, write: Write, source: Source, settings: WriteSettings) -> None:

@@ -39,6 +39,7 @@ from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import CheckpointLayout, lay_out_checkpoint
 from shardferry.plan.save import plan_save
 from shardferry.plan.target import region_of
+from shardferry.storage.writing import OpenFiles
 from shardferry.transport.together import together
 from shardferry.units import MIB
 
@@ -279,11 +280,14 @@ def _write(work: _Work) -> tuple[RankReport, ...]:
     def write() -> bytes:
         settings = WriteSettings(min(PIECE_BYTES, request.budget_bytes // 4), Buffers(meter), on_bytes)
         sources = {target.name: work.adapter.source(target.name) for target in work.adapter.targets}
-        with mine.timed("write"):
-            execute_writes(work.plan.writes, sources, work.staging.folder, settings)
-        if work.plan.exchange.rounds:
-            with mine.timed("exchange"), work.adapter.mover(work.group.check) as mover:
-                execute_exchange(work.plan.exchange, sources, work.staging.folder, settings, mover)
+        with OpenFiles(work.staging.folder) as files:
+            with mine.timed("write"):
+                execute_writes(work.plan.writes, sources, files, settings)
+            if work.plan.exchange.rounds:
+                with mine.timed("exchange"), work.adapter.mover(work.group.check) as mover:
+                    execute_exchange(work.plan.exchange, sources, files, settings, mover)
+            with mine.timed("sync"):
+                files.sync()
         mine.num_tensors = len(sources)
         mine.peak_extra_bytes = meter.peak_bytes
         return mine.to_bytes()

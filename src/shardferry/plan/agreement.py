@@ -178,8 +178,8 @@ def check_choice(target: Target, fitting: Sequence[int], rank: int) -> int:
         raise ShardingError(message)
     message = (
         f"{target.name}: rank {rank} holds a local tensor of shape {list(target.local_shape)}, which its layout "
-        f"{describe_layout(target)} does not give for global shape {list(target.shape or ())} on every rank. Check "
-        "the placements, or give the true layout with shardings="
+        f"{describe_layout(target)} does not give, or does not give on every rank. Check the placements, or give the "
+        "true layout with shardings="
     )
     raise ShardingError(message)
 
@@ -222,12 +222,12 @@ def hash_names(names: Iterable[str]) -> int:
 
 def describe_layout(target: Target) -> str:
     """Return a target's dtype, shape and layout in words for an error."""
-    words = f"{target.dtype} {list(target.shape or target.local_shape)}"
+    words = f"{target.dtype} {list(target.local_shape if target.shape is None else target.shape)}"
     if not target.layouts:
         return f"{words} as a plain tensor"
     layout = target.layouts[0]
     if not isinstance(layout, MeshLayout):
-        return f"{words} with a sharding given for {len(layout.regions)} ranks"
+        return f"{target.dtype} {list(layout.shape)} with a sharding given for {len(layout.regions)} ranks"
     cuts = ", ".join(f"dim {cut.dim} over axis {cut.axis}" for cut in layout.splits) or "replicated"
     return f"{words} on a mesh of shape {layout.mesh_shape} ({cuts})"
 

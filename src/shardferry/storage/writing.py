@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from shardferry.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
     from shardferry.storage.base import Bytes, Rows
 
@@ -93,29 +91,61 @@ class WritableFile:
 CALL_BYTES = 4 << 20
 
 
-@contextmanager
-def open_for_writing(path: str | Path) -> Iterator[WritableFile]:
-    """Open a file that exists, or that another rank has created where this one does not see it yet.
+class OpenFiles:
+    """The files of a save that this rank writes, each opened when it is first written to.
 
-    The context checks that closing it succeeds: some network filesystems report a failed write only then.
-
-    Raises:
-        StorageError: If opening or closing fails.
+    The end of the context checks that closing them succeeds: some network filesystems report a failed write only then.
     """
-    try:
-        # O_CREAT: a network filesystem may still remember that the file was not there.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise StorageError(f"cannot open '{path}' for writing: {error.strerror}") from error
-    try:
-        yield WritableFile(descriptor, str(path))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    try:
-        os.close(descriptor)
-    except OSError as error:
-        raise StorageError(f"closing '{path}' failed: {error.strerror}") from error
+
+    def __init__(self, folder: str) -> None:
+        """Open files below `folder`, which exist or which another rank has created where this one may not see it."""
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+
+    def get(self, name: str) -> WritableFile:
+        """Return the file of this name.
+
+        Raises:
+            StorageError: If it cannot be opened; names it.
+        """
+        path = f"{self._folder}/{name}"
+        if name not in self._descriptors:
+            try:
+                # O_CREAT: a network filesystem may still remember that the file was not there.
+                self._descriptors[name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise StorageError(f"cannot open '{path}' for writing: {error.strerror}") from error
+        return WritableFile(self._descriptors[name], path)
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk.
+
+        Raises:
+            StorageError: If the disk says otherwise; names the file.
+        """
+        for name in self._descriptors:
+            self.get(name).sync()
+
+    def __enter__(self) -> Self:
+        """Return the files."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close every file; raise if that fails, unless another error is on its way.
+
+        Raises:
+            StorageError: If the kernel reports an error; names the file.
+        """
+        failed = [failure for name in list(self._descriptors) if (failure := self._close(name))]
+        if failed and kind is None:
+            raise StorageError("; ".join(failed))
+
+    def _close(self, name: str) -> str | None:
+        try:
+            os.close(self._descriptors.pop(name))
+        except OSError as error:
+            return f"closing '{self._folder}/{name}' failed: {error.strerror}"
+        return None
 
 
 def _reserve(descriptor: int, size: int) -> None:

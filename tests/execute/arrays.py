@@ -102,6 +102,7 @@ def request(path: Path, **changes: object) -> Request:
         checkpoint_strict=True,
         variant=None,
         rules=Rules({}, cast=True, ignorable=lambda _: False),
+        given_names=(),
         node_of_rank=None,
         on_progress=None,
         budget_bytes=64 * MIB,

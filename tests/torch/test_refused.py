@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardferry.torch as sf
 from shardferry.errors import InvalidInputError, MismatchError
+from shardferry.geometry.region import whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,3 +76,9 @@ def test_extra_state_of_any_kind_is_left_alone(checkpoint: Path) -> None:
     sf.load_state_dict(state, checkpoint)
     assert state["w"][1, 2] == 5
     assert cast("object", state["_extra_state"]) == {"steps": 3}
+
+
+def test_a_sharding_for_a_name_that_nobody_has_is_refused(checkpoint: Path) -> None:
+    given = {"W": sf.Sharding((2, 3), (whole((2, 3)),))}
+    with pytest.raises(InvalidInputError, match="shardings= names W, which neither"):
+        sf.load_state_dict({"w": torch.zeros(2, 3)}, checkpoint, shardings=given)

@@ -16,6 +16,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from shardferry.errors import InvalidInputError
 from shardferry.execute.load import Destination, Settings, Staging, execute_load
 from shardferry.execute.meter import Meter
 from shardferry.execute.open import open_checkpoint
@@ -48,7 +49,7 @@ from shardferry.transport.together import together
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from shardferry.transport.base import Group
 
@@ -104,6 +105,7 @@ class Request:
         checkpoint_strict: Whether the file and index rules are applied in full.
         variant: Variant of the file names, e.g. `"fp16"`.
         rules: How names and dtypes are matched.
+        given_names: Names for which the caller gave shardings.
         node_of_rank: Node of every rank, instead of the detected one.
         on_progress: Called on every rank with its own progress.
         budget_bytes: Memory this rank may use beside the tensors.
@@ -114,6 +116,7 @@ class Request:
     checkpoint_strict: bool
     variant: str | None
     rules: Rules
+    given_names: Collection[str]
     node_of_rank: Sequence[int] | None
     on_progress: Callable[[Progress], None] | None
     budget_bytes: int
@@ -177,6 +180,7 @@ def _agree(
     matched: list[Matching] = []
 
     def work() -> bytes:
+        _check_given_names(index, adapter.targets, request.given_names)
         matched.append(match_targets(index, adapter.targets, request.rules))
         matched[0].problems.unfilled.extend(adapter.unfilled)
         return table_to_bytes(make_table(index, matched[0], group.rank, group.world_size))
@@ -184,6 +188,18 @@ def _agree(
     tables = tuple(table_from_bytes(data) for data in together(group, "compare models", work))
     _check_agreement(group, [match.target for match in matched[0].matches], tables)
     return matched[0], tables
+
+
+def _check_given_names(index: CheckpointIndex, targets: Sequence[Target], given: Collection[str]) -> None:
+    """Refuse a name nobody has: a typing error would leave a tensor with the layout it should not be trusted with.
+
+    Another rank's model may have a name that this one's lacks, but then the checkpoint has it too.
+    """
+    known = {name for target in targets for name in target.names}
+    unknown = sorted(name for name in given if name not in known and name not in index.tensors)
+    if unknown:
+        message = f"shardings= names {', '.join(unknown)}, which neither the model nor the checkpoint has"
+        raise InvalidInputError(message)
 
 
 def _check_agreement(group: Group, targets: Sequence[Target], tables: Sequence[Table]) -> None:

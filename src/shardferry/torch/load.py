@@ -151,6 +151,7 @@ def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: b
         checkpoint_strict=options.get("checkpoint_strict", True),
         variant=options.get("variant"),
         rules=Rules(sources={}, cast=options.get("cast", True), ignorable=ignorable_names(model)),
+        given_names=options.get("shardings", {}),
         node_of_rank=options.get("node_of_rank"),
         on_progress=options.get("on_progress"),
         budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),

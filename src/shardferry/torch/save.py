@@ -13,6 +13,7 @@ from shardferry.errors import CheckpointWarning, InvalidInputError
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.geometry.sharding import MeshLayout
+from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import parse_size
 from shardferry.torch.dtypes import dtype_name
 from shardferry.torch.entries import Entry, make_target, model_entries, state_dict_entries
@@ -23,7 +24,7 @@ from shardferry.torch.shardings import local_part
 from shardferry.torch.sources import TensorSource, digest_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -105,13 +106,13 @@ def save_model(
         StorageError: If writing fails. Nothing was published.
         RankFailedError: If another rank failed; says which and why. Nothing was published.
     """
-    model = getattr(model, "_orig_mod", model)
-    declared = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    entries = model_entries(model)
-    present = {name for entry in entries for name in entry.names}
-    kept = [entry for entry in entries if not _is_written_elsewhere(entry, declared, present)]
-    saver = _Saver((_renamed(entry, declared) for entry in kept), options.get("shardings", {}), model)
-    return _run(saver, path, max_shard_size, on_existing, options)
+    unwrapped = getattr(model, "_orig_mod", model)
+
+    def prepare() -> tuple[_Saver, SaveRequest]:
+        saver = _Saver(_entries_to_write(unwrapped), options.get("shardings", {}), unwrapped)
+        return saver, _request(path, max_shard_size, on_existing, options)
+
+    return _run(prepare, options)
 
 
 def save_state_dict(
@@ -142,10 +143,13 @@ def save_state_dict(
     Raises:
         ShardferryError: As `save_model`.
     """
-    cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
-    entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
-    saver = _Saver(entries, options.get("shardings", {}), None)
-    return _run(saver, path, max_shard_size, on_existing, options)
+
+    def prepare() -> tuple[_Saver, SaveRequest]:
+        cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
+        entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
+        return _Saver(entries, options.get("shardings", {}), None), _request(path, max_shard_size, on_existing, options)
+
+    return _run(prepare, options)
 
 
 class _Saver:
@@ -186,20 +190,29 @@ class _Saver:
                 config.save_pretrained(folder)
 
 
-def _run(
-    saver: _Saver,
+def _run(prepare: Callable[[], tuple[_Saver, SaveRequest]], options: SaveOptions) -> SaveReport:
+    """Save what `prepare` offers; the group is opened first, so that all ranks hear of what is wrong on one."""
+    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
+        _check_options(options)
+        report = run_save(group, *prepare())
+        for text in report.warnings if group.rank == 0 else ():
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
+    return report
+
+
+def _request(
     path: str | os.PathLike[str],
     max_shard_size: int | str,
     on_existing: Literal["refuse", "replace"],
     options: SaveOptions,
-) -> SaveReport:
+) -> SaveRequest:
     dtype = options.get("dtype")
     like = options.get("files_like")
-    request = SaveRequest(
+    return SaveRequest(
         path=os.fspath(path),
         max_shard_bytes=parse_size(max_shard_size),
         on_existing=_one_of(on_existing, "on_existing", ("refuse", "replace")),
-        dtype=None if dtype is None else dtype_name(dtype, "dtype="),
+        dtype=None if dtype is None else _float_name(dtype),
         replicas=_one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
         metadata={"format": "pt", **options.get("metadata", {})},
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
@@ -207,11 +220,21 @@ def _run(
         on_progress=options.get("on_progress"),
         budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
     )
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
-        report = run_save(group, saver, request)
-        for text in report.warnings if group.rank == 0 else ():
-            warnings.warn(text, CheckpointWarning, stacklevel=3)
-    return report
+
+
+def _check_options(options: SaveOptions) -> None:
+    unknown = sorted(set(options) - SaveOptions.__optional_keys__)
+    if unknown:
+        raise TypeError(
+            f"unknown option {', '.join(unknown)}; a save takes {', '.join(sorted(SaveOptions.__optional_keys__))}"
+        )
+
+
+def _float_name(dtype: torch.dtype) -> str:
+    name = dtype_name(dtype, "dtype=")
+    if name not in FLOATS:
+        raise InvalidInputError(f"dtype= is {dtype}; floating tensors are cast to one of {', '.join(sorted(FLOATS))}")
+    return name
 
 
 def _one_of(value: _Choice, name: str, choices: tuple[str, ...]) -> _Choice:
@@ -220,14 +243,14 @@ def _one_of(value: _Choice, name: str, choices: tuple[str, ...]) -> _Choice:
     return value
 
 
-def _is_written_elsewhere(entry: Entry, declared: Mapping[str, str], present: set[str]) -> bool:
-    return all(name in declared and declared[name] in present and name != declared[name] for name in entry.names)
-
-
-def _renamed(entry: Entry, declared: Mapping[str, str]) -> Entry:
-    """Put a name that is not declared tied to another first: that is the one a checkpoint has."""
-    names = tuple(sorted(entry.names, key=lambda name: name in declared))
-    return replace(entry, names=names)
+def _entries_to_write(model: nn.Module) -> Iterator[Entry]:
+    """Yield what a checkpoint of a model has: each memory once, under a name that is not declared tied to another."""
+    declared = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    entries = model_entries(model)
+    present = {name for entry in entries for name in entry.names}
+    for entry in entries:
+        if not all(name in declared and declared[name] in present and name != declared[name] for name in entry.names):
+            yield replace(entry, names=tuple(sorted(entry.names, key=lambda name: name in declared)))
 
 
 def _with_global_shape(target: Target) -> Target:

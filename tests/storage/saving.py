@@ -196,18 +196,25 @@ def seen_by_us(path: Path) -> dict[str, bytes] | None:
 
 
 def seen_by_others(path: Path) -> dict[str, bytes] | None:
-    """Return what a reader takes that knows the standard names only: the single file, or else what the index names."""
-    try:
-        if (path / SINGLE).exists():
-            names = {SINGLE}
-        elif (path / INDEX).exists():
+    """Return what a reader takes that knows the standard names only: the single file, or else what the index names.
+
+    Raises:
+        FileNotFoundError: If the index names a file that is not there: it must not be seen before or after its files.
+    """
+    if (path / SINGLE).exists():
+        names = {SINGLE}
+    elif (path / INDEX).exists():
+        try:
             names = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
-        else:
+        except ValueError:  # being written in place
             return None
-        found = {name: (path / name).read_bytes() for name in names}
+    else:
+        return None
+    found = {name: (path / name).read_bytes() for name in names}
+    try:
         for data in found.values():
             load(data)
-    except (ValueError, FileNotFoundError, SafetensorError):
+    except SafetensorError:  # being written in place
         return None
     return found
 

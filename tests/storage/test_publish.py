@@ -18,6 +18,7 @@ from tests.storage.saving import (
     LACKS,
     NAMING,
     SINGLE,
+    Killed,
     checkpoint,
     leftovers,
     limited,
@@ -266,8 +267,8 @@ def test_names_of_any_length_have_siblings(name: str) -> None:
 @pytest.mark.parametrize("protocol", [*REPLACING, "in place"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_an_error_at_any_step_publishes_nothing_and_leaves_nothing(tmp_path: Path, protocol: str, code: int) -> None:
-    old = OLD if protocol != "in place" else {"notes": b""}
-    before = seen_by_others(write_files(tmp_path / "plain", old))
+    old = OLD | {"config.json": b"{}"} if protocol != "in place" else {"notes": b""}
+    new = NEW | {"config.json": b'{"new": 1}'}
     for at in range(1000):
         target = write_files(tmp_path / str(at) / "out", old)
         steps = iter(range(1000))
@@ -277,9 +278,10 @@ def test_an_error_at_any_step_publishes_nothing_and_leaves_nothing(tmp_path: Pat
                 raise OSError(code, os.strerror(code), what)
 
         try:
-            remarks = save(limited(LACKS[protocol], fail), target, NEW)
+            remarks = save(limited(LACKS[protocol], fail), target, new)
         except OSError:
-            assert seen_by_others(target) == before
+            kept = {name: (target / name).read_bytes() for name in files_in(target)}
+            assert kept == old or (protocol == "in place" and kept.keys() == {*old, "config.json"})
             assert leftovers(target) == []
         else:
             assert seen_by_others(target) == NEW_WEIGHTS
@@ -482,3 +484,37 @@ def test_the_index_is_written_after_everything_else_and_then_the_names_are_synce
     written = [step for step in steps[index + 1 :] if step.startswith("write_file")]
     assert written == [f"write_file {staging}/{journal_name('0001', 'published')}"]
     assert f"sync_directory {staging}/." in steps[index:]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "words"),
+    [("exchange", "exchange"), ("swap", "rename "), ("files", "rename_new"), ("files", "rename ")],
+)
+def test_what_is_no_longer_complete_is_undone(tmp_path: Path, protocol: str, words: str) -> None:
+    target = write_files(tmp_path / "out", OLD)
+    staging = tmp_path / sibling_name("out", "0001", "staging")
+
+    def die(what: str) -> None:
+        if what.startswith(words) and "probe" not in what:
+            raise Killed
+
+    with pytest.raises(Killed):
+        save(limited(LACKS[protocol], die), target, NEW)
+    os.truncate(staging / "model-00002-of-00002.safetensors", 5)
+    assert recover(limited(LACKS[protocol]), survey_target(str(target), NAMING), forward=True) == ()
+    assert {name: (target / name).read_bytes() for name in files_in(target)} == OLD
+
+
+def test_a_lost_staged_file_does_not_take_the_old_one_of_its_name_away(tmp_path: Path) -> None:
+    target = write_files(tmp_path / "out", OLD)
+    staging = tmp_path / sibling_name("out", "0001", "staging")
+
+    def die(what: str) -> None:
+        if what.startswith("rename_new"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        save(limited(LACKS["files"], die), target, checkpoint(ONE, TWO, seed=6))
+    (staging / TWO).unlink()
+    assert recover(limited(LACKS["files"]), survey_target(str(target), NAMING), forward=True) == ()
+    assert {name: (target / name).read_bytes() for name in files_in(target)} == OLD

@@ -26,11 +26,8 @@ _TRIES = 3
 
 
 def is_complete(place: Place, journal: Journal) -> bool:
-    """Return whether every new file is there, staged or in the target, with its size."""
-    return all(
-        size in {_size(f"{folder}/{name}") for folder in (place.staging, place.target)}
-        for name, size in journal.files.items()
-    )
+    """Return whether every new file is there with its size, wherever an unfinished change has left it."""
+    return all(_size(_new_path(place, journal, name)) == size for name, size in journal.files.items())
 
 
 def change_directories(filesystem: Filesystem, place: Place, journal: Journal) -> None:
@@ -60,8 +57,9 @@ def put_files(filesystem: Filesystem, place: Place, journal: Journal) -> None:
     """
     _make_folders(filesystem, place.retired, journal.replaced)
     for name in journal.replaced:
-        if _is_old(place, journal, name):
-            filesystem.rename_new(f"{place.target}/{name}", f"{place.retired}/{name}")
+        there, moved = f"{place.target}/{name}", f"{place.retired}/{name}"
+        if os.path.lexists(there) and not os.path.lexists(moved):  # else it is the new one
+            filesystem.rename_new(there, moved)
     _sync(filesystem, place.target, journal.replaced)
     _sync(filesystem, place.retired, journal.replaced)
     _make_folders(filesystem, place.target, journal.files)
@@ -87,10 +85,9 @@ def take_files_back(filesystem: Filesystem, place: Place, journal: Journal) -> N
     """
     names = [name for name in journal.files if name != journal.last]
     for name in [journal.last, *names] if journal.last else names:
-        staged, there, old = place.path_of(name), f"{place.target}/{name}", f"{place.retired}/{name}"
-        is_new = os.path.lexists(old) or name not in journal.replaced
-        if is_new and os.path.lexists(there) and not os.path.lexists(staged):
-            filesystem.rename(there, staged)
+        there = f"{place.target}/{name}"
+        if _new_path(place, journal, name) == there and os.path.lexists(there):
+            filesystem.rename(there, place.path_of(name))
     _remove_folders(filesystem, place.target, journal.files)
     for name in reversed(journal.replaced):
         if os.path.lexists(f"{place.retired}/{name}"):
@@ -173,11 +170,13 @@ def _change_back(filesystem: Filesystem, place: Place, journal: Journal) -> None
         filesystem.rename(place.retired, place.target)
 
 
-def _is_old(place: Place, journal: Journal, name: str) -> bool:
-    """Return whether the file of this name in the target is an old one that has not been moved yet."""
-    moved = os.path.lexists(f"{place.retired}/{name}")
-    is_new = name in journal.files and not os.path.lexists(place.path_of(name))
-    return not moved and not is_new and os.path.lexists(f"{place.target}/{name}")
+def _new_path(place: Place, journal: Journal, name: str) -> str:
+    """Return where a new file is: not to be taken for an old one of the same name."""
+    staged, there = place.path_of(name), f"{place.target}/{name}"
+    if journal.protocol == "in place":
+        return there
+    is_moved = os.path.lexists(f"{place.retired}/{name}") or name not in journal.replaced
+    return there if journal.protocol == "files" and is_moved and not os.path.lexists(staged) else staged
 
 
 def _folders(names: Iterable[str]) -> list[str]:

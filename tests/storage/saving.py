@@ -166,7 +166,7 @@ def _publish(
     filesystem: Stepping, publication: Publication, place: Place, contents: Mapping[str, bytes], claim: Claim
 ) -> tuple[str, ...]:
     weights = {name: len(data) for name, data in contents.items() if name.endswith(".safetensors")}
-    publication.create([name for name in contents if name in weights or name == INDEX])
+    publication.create(list(contents))
     for name, data in contents.items():
         if name != INDEX:
             filesystem.write_file(place.path_of(name), data)

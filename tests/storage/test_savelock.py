@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -55,3 +57,22 @@ def test_a_held_lock_is_refused_with_its_holder_and_file(tmp_path: Path) -> None
 def test_what_is_no_lock_file_of_ours_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"{")
     take_lock(str(tmp_path / "lock"), ()).release()
+
+
+def test_of_many_that_want_it_one_has_it(tmp_path: Path) -> None:
+    """A lock file that its holder removes while others open it makes no second holder."""
+    holders: list[int] = []
+    most: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            with contextlib.suppress(StorageError):
+                lock = take_lock(str(tmp_path / "lock"), ())
+                holders.append(number)
+                most.append(len(holders))
+                holders.remove(number)
+                lock.release()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4), timeout=60))
+    assert max(most) == 1

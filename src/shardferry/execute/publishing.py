@@ -19,7 +19,7 @@ from shardferry.storage.place import Place
 from shardferry.storage.publish import Claim, Publication, claim_target
 from shardferry.storage.renames import LocalFilesystem
 from shardferry.storage.target import survey_target
-from shardferry.storage.writing import create_file
+from shardferry.storage.writing import create_file, write_header
 from shardferry.transport.together import together
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMING = Naming()
+TOKEN_BYTES = 4
 
 
 class _Begun(NamedTuple):
@@ -40,6 +41,7 @@ class _Begun(NamedTuple):
 
     claim: Claim
     publication: Publication
+    on_existing: OnExisting
 
 
 class Staging:
@@ -92,9 +94,15 @@ class Staging:
     def _publish(self, begun: _Begun, write_extras: Callable[[Path], None]) -> None:
         layout = self._layout
         write_extras(Path(self.folder))
+        for file in layout.files if self.protocol == "in place" else ():
+            write_header(f"{self.folder}/{file.name}", file.header)
         index = None if layout.index is None or layout.index_name is None else (layout.index_name, layout.index)
         begun.publication.seal({file.name: file.size for file in layout.files}, index)
+        # Another program may have put something there meanwhile: a config where nothing was, or a checkpoint.
         state = survey_target(begun.claim.state.path, NAMING)
+        if self.protocol != "in place":
+            check_existing(state, begun.on_existing)
+            self.protocol = choose_protocol(state, begun.claim.capabilities)
         self.remarks += begun.publication.publish(state, self.protocol)
         self._is_published = True
 
@@ -116,13 +124,17 @@ def stage(group: Group, path: str, layout: CheckpointLayout, on_existing: OnExis
     def work() -> bytes:
         if group.rank:
             return b""
-        claim = claim_target(LocalFilesystem(), path, NAMING, secrets.token_hex(4), forward=on_existing == "replace")
+        token = secrets.token_hex(TOKEN_BYTES)
+        found = survey_target(path, NAMING)
+        if not found.leftovers:
+            check_existing(found, on_existing)  # before a lock is taken, which a directory may not allow
+        claim = claim_target(LocalFilesystem(), path, NAMING, token, forward=on_existing == "replace")
         try:
-            place, protocol, publication = _begin(claim, layout, on_existing)
+            place, protocol, publication = _begin(claim, layout, on_existing, token)
         except BaseException:
             claim.lock.release()
             raise
-        begun.append(_Begun(claim, publication))
+        begun.append(_Begun(claim, publication, on_existing))
         return json.dumps([place.to_bytes().decode(), protocol]).encode()
 
     try:
@@ -137,17 +149,18 @@ def stage(group: Group, path: str, layout: CheckpointLayout, on_existing: OnExis
 
 
 def _begin(
-    claim: Claim, layout: CheckpointLayout, on_existing: OnExisting
+    claim: Claim, layout: CheckpointLayout, on_existing: OnExisting, token: str
 ) -> tuple[Place, PublishProtocol, Publication]:
     check_existing(claim.state, on_existing)
     protocol = choose_protocol(claim.state, claim.capabilities)
-    place = Place(claim.state.path, claim.state.home, secrets.token_hex(4), in_place=protocol == "in place")
+    place = Place(claim.state.path, claim.state.home, token, in_place=protocol == "in place")
     publication = Publication(LocalFilesystem(), place)
     names = [file.name for file in layout.files]
     try:
         publication.create([*names, *([layout.index_name] if layout.index_name else [])])
         for file in layout.files:
-            create_file(place.path_of(file.name), file.header, file.size)
+            # Where readers can see it already, a file is no checkpoint, for want of a header, until its bytes are there.
+            create_file(place.path_of(file.name), b"" if place.in_place else file.header, file.size)
     except BaseException:
         publication.abort()
         raise

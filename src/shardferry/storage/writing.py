@@ -42,6 +42,23 @@ def create_file(path: str, header: bytes, size: int) -> None:
         os.close(descriptor)
 
 
+def write_header(path: str, header: bytes) -> None:
+    """Write the header of a file that was created without one, and wait until it is on the disk.
+
+    Raises:
+        StorageError: If that fails; names the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _write_all(descriptor, memoryview(header), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"writing the header of '{path}' failed: {error.strerror}") from error
+
+
 class WritableFile:
     """One open file of a save."""
 

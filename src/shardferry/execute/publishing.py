@@ -159,7 +159,7 @@ def _begin(
     try:
         publication.create([*names, *([layout.index_name] if layout.index_name else [])])
         for file in layout.files:
-            # Where readers can see it already, a file is no checkpoint, for want of a header, until its bytes are there.
+            # Where readers see it already, a file has no header, and so is no checkpoint, until its bytes are there.
             create_file(place.path_of(file.name), b"" if place.in_place else file.header, file.size)
     except BaseException:
         publication.abort()

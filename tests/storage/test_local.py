@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from shardferry.storage.local import BLOCK_BYTES, LocalFile, LocalStore
 from shardferry.storage.mapping import GuardedMapping
 from shardferry.storage.placement import advise_huge_pages, bytes_off_band, place_bytes
 from shardferry.testing.strategies import intervals
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_BYTES + 123, np.uint8)
 
@@ -211,3 +208,25 @@ def test_small_memory_is_not_advised_unless_it_lies_beside_more() -> None:
     assert advise_huge_pages(apart) == 0
     beside = [(start + at * ((1 << 20) + 4096), 1 << 20) for at in range(8)]
     assert advise_huge_pages(reversed(beside)) == advise_huge_pages([(start, memory.nbytes)])
+
+
+def disk_bytes_read() -> int:
+    """Return the bytes this process has made the kernel fetch from disks."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    return int(fields["read_bytes"])
+
+
+def test_no_more_is_fetched_from_the_disk_than_is_asked_for(tmp_path: Path) -> None:
+    """Every other 64 KiB of a file: the kernel's own read-ahead would fetch the rest of it too."""
+    path, piece = tmp_path / "data", 64 << 10
+    path.write_bytes(bytes(64 * piece))
+    with LocalStore(tmp_path).open("data") as file, path.open("rb") as raw:
+        os.fsync(raw.fileno())
+        os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = disk_bytes_read()
+        for at in range(0, 64, 2):
+            file.read_into(np.zeros(piece, np.uint8), at * piece, nothing)
+        fetched = disk_bytes_read() - before
+    if fetched == 0:
+        pytest.skip("this file system is not on a disk, or keeps what it is told to drop")
+    assert fetched <= 32 * piece * 1.02

@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Filesystems on a disk or in the memory of this machine alone.
+LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"})
 
 
 def filesystem_type(descriptor: int) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardferry.errors import StorageError
+from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, filesystem_type
 from shardferry.storage.mapping import GuardedMapping
 from shardferry.storage.placement import place_bytes
 from shardferry.units import MIB
@@ -48,6 +49,10 @@ class LocalStore:
         except OSError as error:
             message = f"cannot open '{path}': {error.strerror}"
             raise StorageError(message) from error
+        if filesystem_type(descriptor) in LOCAL_FILESYSTEMS:
+            # No read-ahead: every byte wanted is asked for, and what lies behind a piece is another node's. A half of
+            # each tensor of 2 GB, cold: 1.67 times the bytes and 2.4 times the seconds with the kernel's read-ahead.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         file = LocalFile(descriptor, str(path))
         try:
             yield file

@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardferry.storage.filesystem import PAGE_BYTES, filesystem_type
+from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, PAGE_BYTES, filesystem_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardferry.storage.base import Bytes
 
-_LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"})
 _F_SETSIG = 10  # asm-generic/fcntl.h; Python's fcntl does not name it on every build
 _MADV_POPULATE_READ = 22  # asm-generic/mman-common.h, Linux 5.14
 # The kernel breaks a lease by force after this many seconds; a copied window takes milliseconds.
@@ -118,7 +117,7 @@ class GuardedMapping:
 
 
 def _can_be_guarded(descriptor: int) -> bool:
-    if filesystem_type(descriptor) not in _LOCAL_FILESYSTEMS:
+    if filesystem_type(descriptor) not in LOCAL_FILESYSTEMS:
         return False
     try:
         return int(_LEASE_BREAK_TIME.read_text(encoding="ascii")) >= _MIN_LEASE_S

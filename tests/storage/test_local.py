@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -200,14 +201,24 @@ def test_memory_is_moved_off_the_slow_band_only_there() -> None:
     assert bytes_off_band(memory.ctypes.data, 10) == 0
 
 
+def untouched() -> np.ndarray:
+    """Return memory straight from the kernel, of which no page is there yet."""
+    return np.frombuffer(mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
 def test_small_memory_is_not_advised_unless_it_lies_beside_more() -> None:
-    memory = np.empty(16 << 20, np.uint8)
+    memory, whole = untouched(), untouched()
     start = memory.ctypes.data
     assert advise_huge_pages([(start, 1 << 20)]) == 0
     apart = [(start + at * (2 << 20), 1 << 20) for at in range(8)]
     assert advise_huge_pages(apart) == 0
     beside = [(start + at * ((1 << 20) + 4096), 1 << 20) for at in range(8)]
-    assert advise_huge_pages(reversed(beside)) == advise_huge_pages([(start, memory.nbytes)])
+    assert advise_huge_pages(reversed(beside)) == advise_huge_pages([(whole.ctypes.data, whole.nbytes)])
+
+
+def test_memory_that_is_there_already_is_not_advised() -> None:
+    memory = untouched().copy()
+    assert advise_huge_pages([(memory.ctypes.data, memory.nbytes)]) == 0
 
 
 def disk_bytes_read() -> int:

@@ -58,7 +58,7 @@ class RepackAdapter:
         self._index = index
         self._names = names
         self._cast = cast
-        self.targets = [_target(index, new, old, rank, world_size) for new, old in names.items()]
+        self.targets = [target for new, old in names.items() for target in _targets(index, new, old, rank, world_size)]
 
     def source(self, name: str) -> CheckpointSource:
         """Return a tensor as something that can be read in pieces."""
@@ -142,8 +142,11 @@ def rename(names: Sequence[str], rules: Sequence[tuple[str, str]]) -> dict[str, 
     return renamed
 
 
-def _target(index: CheckpointIndex, new: str, old: str, rank: int, world_size: int) -> Target:
+def _targets(index: CheckpointIndex, new: str, old: str, rank: int, world_size: int) -> list[Target]:
+    """Return this rank's run of a tensor's rows; what has no rows to cut at whole bytes is rank 0's alone."""
     info = index.tensors[old]
-    splits = (Split(0, 0),) if info.shape and BITS[info.dtype] % BITS_PER_BYTE == 0 else ()
-    layout = MeshLayout((world_size,), tuple(range(world_size)), splits)
-    return Target((new,), info.dtype, info.shape, region_at(info.shape, layout, rank).shape, (layout,))
+    if not info.shape or BITS[info.dtype] % BITS_PER_BYTE:
+        alone = MeshLayout((1,), (0,), ())
+        return [] if rank else [Target((new,), info.dtype, info.shape, info.shape, (alone,))]
+    layout = MeshLayout((world_size,), tuple(range(world_size)), (Split(0, 0),))
+    return [Target((new,), info.dtype, info.shape, region_at(info.shape, layout, rank).shape, (layout,))]

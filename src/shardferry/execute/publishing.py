@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 NAMING = Naming()
 TOKEN_BYTES = 4
+# A guess: a rank learns of a failure between two pieces of 4 MiB; only one that is inside a slow sync takes longer, and
+# that one creates nothing any more.
+STOPPED_WITHIN_S = 5.0
 
 
 class _Begun(NamedTuple):
@@ -108,6 +111,7 @@ class Staging:
 
     def _abort(self) -> None:
         if self._begun is not None and not self._is_published:
+            self._group.wait_until_left(STOPPED_WITHIN_S)  # until then they may create files in what is removed
             for remark in self._begun.publication.abort():
                 logger.warning("a failed save has left something: %s", remark)
 

@@ -150,6 +150,11 @@ class GroupTests(ABC):
 
         assert_named(outcomes, rank=1, step="read tensors", cause="ValueError: 3 is odd")
 
+    def test_rank_0_can_wait_for_ranks_that_still_work_after_a_failure(self) -> None:
+        outcomes = self.outcomes(3, _wait_on_rank_0_after_a_failure)
+
+        assert outcomes[0] == [False, True]
+
 
 def assert_named(outcomes: Sequence[object], *, rank: int, step: str, cause: str) -> None:
     """Assert that each outcome is a `RankFailedError` of `rank` in `step`, with `cause` part of its cause."""
@@ -213,6 +218,16 @@ def _read_on_rank_1_while_others_write(group: Group) -> None:
 def _leave_early_on_rank_1(group: Group) -> None:
     if group.rank != 1:
         together(group, "write files", bytes)
+
+
+def _wait_on_rank_0_after_a_failure(group: Group) -> list[bool]:
+    try:
+        together(group, "write files", _fail if group.rank == 1 else bytes)
+    except RankFailedError:
+        if group.rank == 0:
+            return [group.wait_until_left(0.05), group.wait_until_left(10.0)]
+        time.sleep(0.3)  # in the middle of a piece
+    return []
 
 
 def _go_on_after_a_failure(group: Group) -> None:

@@ -85,6 +85,13 @@ class Group(Protocol):
         """
         ...
 
+    def wait_until_left(self, limit_s: float) -> bool:
+        """Return whether all other ranks have left the group, waiting at most `limit_s` for it.
+
+        For rank 0 after a failure, before it clears away what others may still be writing to.
+        """
+        ...
+
     def close(self) -> None:
         """Leave the group. Waits for no step of the others."""
         ...

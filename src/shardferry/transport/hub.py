@@ -47,6 +47,7 @@ class Hub:
         self._strangers: dict[Connection, float] = {}  # connected but not yet authenticated, and since when
         self._members: dict[int, Connection] = {}
         self._ranks: dict[Connection, int] = {}  # the other way round
+        self._members_changed = threading.Condition()
         self._wake = Wake()
         self._closing = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -54,6 +55,11 @@ class Hub:
         self._selector.register(self._wake.reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="shardferry-hub", daemon=True)
         self._thread.start()
+
+    def wait_until_left(self, limit_s: float) -> bool:
+        """Return whether every rank but rank 0 has left or is gone, waiting at most `limit_s` for it."""
+        with self._members_changed:
+            return self._members_changed.wait_for(lambda: self._members.keys() <= {0}, limit_s)
 
     def close(self) -> None:
         """Send what is still to be sent, say goodbye to all ranks, and end the thread; takes at most `LINGER_S`."""
@@ -145,7 +151,8 @@ class Hub:
             raise ValueError(f"rank {rank} is not expected, or is already here")
         connection.reader.max_body_bytes = MAX_FRAME_BYTES
         del self._strangers[connection]
-        self._members[rank] = connection
+        with self._members_changed:
+            self._members[rank] = connection
         self._ranks[connection] = rank
         self._deliver(self._roster.join(rank, Host(host, kernel), self._clock.read()))
         return rank
@@ -183,5 +190,8 @@ class Hub:
         self._selector.unregister(connection.socket)
         connection.close()
         if rank is not None:
-            del self._members[rank], self._ranks[connection]
+            del self._ranks[connection]
+            with self._members_changed:
+                del self._members[rank]
+                self._members_changed.notify_all()
             self._deliver(self._roster.disconnect(rank))

@@ -89,6 +89,12 @@ class HubGroup:
         if self._link.verdict is not None:
             raise self._error()
 
+    def wait_until_left(self, limit_s: float) -> bool:
+        """Return whether all other ranks have left the group, waiting at most `limit_s` for it; rank 0 only."""
+        if self._hub is None:
+            raise RuntimeError(f"rank {self.rank} waits for the others to leave: only rank 0 can know")
+        return self._hub.wait_until_left(limit_s)
+
     def close(self) -> None:
         """Leave the group. On rank 0 the hub ends too, once it has told all ranks what there was to tell."""
         try:

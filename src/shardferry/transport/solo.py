@@ -32,6 +32,10 @@ class SoloGroup:
     def check(self) -> None:
         """Do nothing: no other rank can fail."""
 
+    def wait_until_left(self, limit_s: float) -> bool:  # noqa: ARG002 - there is nothing to wait for
+        """Return True: there are no others."""
+        return True
+
     def close(self) -> None:
         """Do nothing: nothing is held."""
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_learns_late_of_a_failure_finds_its_files_until_then(tmp_path: Path, failing: int) -> None:
-    layout = lay_out_checkpoint({"a": TensorSpec("F32", (2,)), "b": TensorSpec("F32", (2,))}, max_shard_bytes=1)
+    tensors = {"a": TensorSpec("F32", (2,)), "b": TensorSpec("F32", (2,))}
+    layout = lay_out_checkpoint(tensors, max_shard_bytes=1, metadata={}, files_like=None, hub_limits=False)
 
     def work(group: Group) -> None:
         staging = stage(group, str(tmp_path / "out"), layout, "refuse")

@@ -145,7 +145,7 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
     nodes = nodes_of(group.hosts, request.node_of_rank)
     mine.node = nodes[group.rank]
     with mine.timed("open"):
-        index = _share_index(group, request)
+        index = share_index(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
     with mine.timed("agree"):
         matching, tables = _agree(group, index, adapter, request)
         unfitting = _unfitting(index, tables)
@@ -160,13 +160,14 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
     return report
 
 
-def _share_index(group: Group, request: Request) -> CheckpointIndex:
+def share_index(group: Group, path: str, *, strict: bool, variant: str | None) -> CheckpointIndex:
+    """Return the index of the checkpoint at `path`, which rank 0 opens and checks. Collective."""
     opened: list[CheckpointIndex] = []
 
     def work() -> bytes:
         if group.rank:
             return b""
-        opened.append(open_checkpoint(request.path, strict=request.checkpoint_strict, variant=request.variant))
+        opened.append(open_checkpoint(path, strict=strict, variant=variant))
         return opened[0].to_bytes() if group.world_size > 1 else b""
 
     shared = together(group, "open checkpoint", work)

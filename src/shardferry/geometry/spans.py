@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardferry.errors import InvalidInputError
-from shardferry.geometry.region import Intervals, Region, check_within
+from shardferry.geometry.region import Interval, Intervals, Region, check_within
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -95,16 +95,31 @@ def region_to_spans(region: Region, shape: tuple[int, ...], bits: int) -> NDArra
         >>> region_to_spans(box((0, 2), (2, 2)), (2, 4), bits=16).tolist()
         [[4, 8], [12, 16]]
     """
-    sizes, dims = collapse(region, shape, bits)
-    starts = np.zeros(1, np.int64)
-    stride = sizes[-1]
-    for size, intervals in zip(reversed(sizes[:-1]), reversed(dims[:-1]), strict=True):
-        rows = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in intervals])
-        starts = (rows[:, None] * stride + starts[None, :]).reshape(-1)
-        stride *= size
-    inner = np.asarray(dims[-1], np.int64).reshape(-1, 2)
-    # A piece at the end of a row touches one at the beginning of the next.
-    return merge_spans((starts[:, None, None] + inner[None, :, :]).reshape(-1, 2))
+    return union_spans([collapse(region, shape, bits)])
+
+
+def union_spans(parts: Iterable[Collapsed]) -> NDArray[np.int64]:
+    """Return the byte spans that any of several collapsed regions of one tensor holds, in file order.
+
+    Args:
+        parts: Regions of the same tensor, collapsed with its shape; overlaps allowed.
+
+    Returns:
+        As `region_to_spans`.
+
+    Examples:
+        >>> left, right = (Collapsed((4, 8), (((0, 4),), (columns,))) for columns in ((0, 4), (4, 8)))
+        >>> union_spans([left]).tolist(), union_spans([left, right]).tolist()
+        ([[0, 4], [8, 12], [16, 20], [24, 28]], [[0, 32]])
+    """
+    # Columns of the same rows are joined first: ranks that share all rows of a tensor need not list a span for each.
+    columns: dict[tuple[tuple[int, ...], tuple[Intervals, ...]], set[Interval]] = {}
+    for sizes, dims in parts:
+        columns.setdefault((sizes, dims[:-1]), set()).update(dims[-1])
+    found = [np.empty((0, 2), np.int64)]
+    for (sizes, outer), held in columns.items():
+        found.append(_product_spans(sizes, outer, merge_spans(np.array(sorted(held), np.int64).reshape(-1, 2))))
+    return merge_spans(np.concatenate(found))
 
 
 def merge_spans(spans: NDArray[np.int64], max_gap: int = 0) -> NDArray[np.int64]:
@@ -125,6 +140,20 @@ def merge_spans(spans: NDArray[np.int64], max_gap: int = 0) -> NDArray[np.int64]
     first = np.flatnonzero(np.concatenate([[True], ordered[1:, 0] > reach[:-1] + max_gap]))
     last = np.concatenate([first[1:] - 1, [len(ordered) - 1]])
     return np.stack([ordered[first, 0], reach[last]], axis=1)
+
+
+def _product_spans(sizes: tuple[int, ...], outer: tuple[Intervals, ...], inner: NDArray[np.int64]) -> NDArray[np.int64]:
+    while outer and inner.tolist() == [[0, sizes[-1]]]:  # whole rows
+        inner = np.array(outer[-1], np.int64).reshape(-1, 2) * sizes[-1]
+        sizes, outer = (*sizes[:-2], sizes[-2] * sizes[-1]), outer[:-1]
+    starts = np.zeros(1, np.int64)
+    stride = sizes[-1]
+    for size, intervals in zip(reversed(sizes[:-1]), reversed(outer), strict=True):
+        rows = np.concatenate([np.arange(a, b, dtype=np.int64) for a, b in intervals])
+        starts = (rows[:, None] * stride + starts[None, :]).reshape(-1)
+        stride *= size
+    # A piece at the end of a row may touch one at the beginning of the next: the caller merges them.
+    return (starts[:, None, None] + inner[None, :, :]).reshape(-1, 2)
 
 
 def _bits_to_bytes(sizes: Sequence[int], dims: Sequence[Intervals]) -> Collapsed:

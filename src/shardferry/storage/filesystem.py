@@ -9,6 +9,8 @@ from pathlib import Path
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Filesystems on a disk or in the memory of this machine alone.
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs"})
+# Filesystems whose files are pages of memory anyway.
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 def filesystem_type(descriptor: int) -> str:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,11 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardferry.errors import StorageError
-from shardferry.storage.base import Rows
+from shardferry.storage import local
+from shardferry.storage.base import Place, Rows
 from shardferry.storage.local import BLOCK_BYTES, LocalFile, LocalStore
 from shardferry.storage.mapping import GuardedMapping
 from shardferry.storage.placement import advise_huge_pages, bytes_off_band, place_bytes
 from shardferry.testing.strategies import intervals
+from shardferry.units import MIB
+
+if TYPE_CHECKING:
+    from shardferry.geometry.region import Intervals
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_BYTES + 123, np.uint8)
 
@@ -43,6 +50,29 @@ def test_reads_are_exact(folder: Path, start: int, size: int) -> None:
         file.read_into(out, start, lambda count, requests: counted.append((count, requests)))
     assert np.array_equal(out, DATA[start : start + size])
     assert sum(count for count, _ in counted) == size
+
+
+@given(intervals(100).filter(bool), st.sampled_from([(1, 7), (1, 4096), (len(DATA) // 100, 4 * MIB)]))
+def test_scattered_reads_fill_every_memory_and_drop_the_holes(
+    folder: Path, wanted: Intervals, scale: tuple[int, int]
+) -> None:
+    factor, call_bytes = scale
+    places = [Place(start * factor, np.zeros((stop - start) * factor, np.uint8)) for start, stop in wanted]
+    counted = []
+    small = patch.multiple(local, CALL_BYTES=call_bytes, MAX_VIEWS=3)
+    with small, LocalStore(folder).open("data") as file:
+        file.read_scattered(places, lambda count, requests: counted.append((count, requests)))
+    for place in places:
+        assert np.array_equal(place.memory, DATA[place.start :][: len(place.memory)])
+    assert sum(count for count, _ in counted) == (wanted[-1][1] - wanted[0][0]) * factor
+
+
+def test_a_scattered_read_beyond_the_end_is_an_error_naming_file_and_offset(folder: Path) -> None:
+    places = [Place(start, np.zeros(10, np.uint8)) for start in (len(DATA) - 50, len(DATA) - 5)]
+    with LocalStore(folder).open("data") as file, pytest.raises(StorageError) as caught:
+        file.read_scattered(places, nothing)
+    assert f"{folder}/data" in str(caught.value)
+    assert f"at offset {len(DATA)}" in str(caught.value)
 
 
 @given(st.data(), st.integers(1, 300), st.integers(0, 40), st.integers(0, 50))

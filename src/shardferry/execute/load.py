@@ -14,8 +14,8 @@ from itertools import cycle, groupby, product
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
 
 from shardferry.errors import CheckpointChangedError
-from shardferry.plan.load import Copy, LoadPlan, split_copy
-from shardferry.storage.base import ReadableFile, Rows, Store
+from shardferry.plan.requests import Piece, Request, plan_requests
+from shardferry.storage.base import OnRead, Place, ReadableFile, Rows, Store
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
     from shardferry.format.index import FileInfo
     from shardferry.geometry.spans import Collapsed
+    from shardferry.plan.load import Copy, LoadPlan
     from shardferry.storage.base import Bytes
 
 # How often a rank that waits for its own threads asks whether another rank has failed.
 POLL_S = 0.05
 # What a thread is handed at a time: handing over costs as much as two small reads (20,000 tensors: 0.7 s of 2.5 s).
 BUNDLE_BYTES = MIB
-BUNDLE_PIECES = 64
+BUNDLE_REQUESTS = 64
 
 
 class Staging(Protocol):
@@ -99,12 +100,12 @@ def execute_load(
         StorageError: If a read fails or ends early.
         CheckpointChangedError: If a file has another size than was agreed.
     """
-    copies = ((destinations[tensor.name], copy) for tensor in plan.tensors for copy in tensor.copies)
-    with _Readers(settings) as readers:
-        for name, jobs in groupby(copies, key=lambda job: job[1].file):
+    requests = plan_requests(plan, max_bytes=settings.piece_bytes)
+    with _Readers(destinations, settings) as readers:
+        for name, here in groupby(requests, key=lambda request: request.file):
             with store.open(name) as file:
                 _check_size(file, name, files[name])
-                readers.run(file, jobs)
+                readers.run(file, here)
         readers.finish()
 
 
@@ -118,9 +119,10 @@ def _check_size(file: ReadableFile, name: str, agreed: FileInfo) -> None:
 
 
 class _Readers:
-    """One or several threads that work off the copies of a file, each with its own staging."""
+    """One or several threads that work off the requests to a file, each with its own staging."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, destinations: Mapping[str, Destination], settings: Settings) -> None:
+        self._destinations = destinations
         self._settings = settings
         self._stop = threading.Event()
         self._local = threading.local()
@@ -135,16 +137,13 @@ class _Readers:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def run(self, file: ReadableFile, jobs: Iterable[tuple[Destination, Copy]]) -> None:
-        """Read all copies of one file; returns when they are done, raises the first failure."""
-        pieces = (
-            (destination, piece) for destination, copy in jobs for piece in split_copy(copy, self._settings.piece_bytes)
-        )
+    def run(self, file: ReadableFile, requests: Iterable[Request]) -> None:
+        """Read everything wanted of one file; returns when it is there, raises the first failure."""
         if self._pool is None:
-            for destination, piece in pieces:
-                self._read(file, destination, piece, self._settings.check)
+            for request in requests:
+                self._read(file, request, self._settings.check)
             return
-        self._wait({self._pool.submit(self._read_all, file, bundle) for bundle in _bundles(pieces)})
+        self._wait({self._pool.submit(self._read_all, file, bundle) for bundle in _bundles(requests)})
 
     def finish(self) -> None:
         """Wait until everything stored has arrived."""
@@ -163,31 +162,36 @@ class _Readers:
         if self._stop.is_set():
             raise _StoppedError
 
-    def _read_all(self, file: ReadableFile, bundle: Iterable[tuple[Destination, Copy]]) -> None:
-        for destination, piece in bundle:
-            self._read(file, destination, piece, self._raise_if_stopped)
+    def _read_all(self, file: ReadableFile, bundle: Iterable[Request]) -> None:
+        for request in bundle:
+            self._read(file, request, self._raise_if_stopped)
 
-    def _read(self, file: ReadableFile, destination: Destination, copy: Copy, check: Callable[[], None]) -> None:
-        memory = destination.direct(copy)
-        if memory is None:
-            staging = self._next_staging()
-            memory = staging.memory(copy.num_bytes)
-            self._fetch(file, copy, memory, check)
-            with staging.transfer():
-                destination.store(copy, memory)
-        else:
-            self._fetch(file, copy, memory, check)
-        self._settings.on_bytes(copy.num_bytes, 0, 0)
-
-    def _fetch(self, file: ReadableFile, copy: Copy, memory: Bytes, check: Callable[[], None]) -> None:
+    def _read(self, file: ReadableFile, request: Request, check: Callable[[], None]) -> None:
         def on_read(num_bytes: int, num_requests: int) -> None:
             check()
             self._settings.on_bytes(0, num_bytes, num_requests)
 
-        if copy.access == "spans":
-            _read_spans(file, copy, memory, on_read)
+        memories = [self._destinations[piece.name].direct(piece.copy) for piece in request.pieces]
+        if all(memory is not None for memory in memories):
+            _fetch(file, request, cast("list[Bytes]", memories), on_read)
         else:
-            _read_rows(file, copy, memory, on_read)
+            self._stage(file, request, memories, on_read)
+        self._settings.on_bytes(request.num_bytes, 0, 0)
+
+    def _stage(self, file: ReadableFile, request: Request, memories: list[Bytes | None], on_read: OnRead) -> None:
+        """Read, through one staging buffer, what cannot be read where it belongs."""
+        staged = [piece for piece, memory in zip(request.pieces, memories, strict=True) if memory is None]
+        staging = self._next_staging()
+        rest = staging.memory(sum(piece.copy.num_bytes for piece in staged))
+        stores: list[tuple[Piece, Bytes]] = []
+        for piece in staged:
+            stores.append((piece, rest[: piece.copy.num_bytes]))
+            rest = rest[piece.copy.num_bytes :]
+        buffers = iter(stores)
+        _fetch(file, request, [next(buffers)[1] if memory is None else memory for memory in memories], on_read)
+        with staging.transfer():
+            for piece, memory in stores:
+                self._destinations[piece.name].store(piece.copy, memory)
 
     def _next_staging(self) -> Staging:
         """Return this thread's next buffer, in turn."""
@@ -198,25 +202,38 @@ class _Readers:
         return cast("Staging", next(self._local.ring))
 
 
-def _bundles(pieces: Iterable[tuple[Destination, Copy]]) -> Iterator[list[tuple[Destination, Copy]]]:
-    """Yield the pieces in groups of about `BUNDLE_BYTES`, so that a thread is not woken for every small tensor."""
-    bundle: list[tuple[Destination, Copy]] = []
+def _bundles(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    """Yield requests in groups of about `BUNDLE_BYTES`, so that a thread is not woken for every small tensor."""
+    bundle: list[Request] = []
     num_bytes = 0
-    for destination, piece in pieces:
-        bundle.append((destination, piece))
-        num_bytes += piece.num_bytes
-        if num_bytes >= BUNDLE_BYTES or len(bundle) == BUNDLE_PIECES:
+    for request in requests:
+        bundle.append(request)
+        num_bytes += request.num_bytes
+        if num_bytes >= BUNDLE_BYTES or len(bundle) == BUNDLE_REQUESTS:
             yield bundle
             bundle, num_bytes = [], 0
     if bundle:
         yield bundle
 
 
+def _fetch(file: ReadableFile, request: Request, memories: Sequence[Bytes], on_read: OnRead) -> None:
+    """Read a request into the memory of each of its pieces."""
+    if len(memories) > 1:
+        places = [Place(piece.copy.first_byte, memory) for piece, memory in zip(request.pieces, memories, strict=True)]
+        file.read_scattered(places, on_read)
+        return
+    ((_, copy),) = request.pieces
+    if copy.access == "spans":
+        _read_spans(file, copy, memories[0], on_read)
+    else:
+        _read_rows(file, copy, memories[0], on_read)
+
+
 class _StoppedError(Exception):
     """Ends a reader thread because another one, or another rank, has failed; never leaves this module."""
 
 
-def _read_spans(file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]) -> None:
+def _read_spans(file: ReadableFile, copy: Copy, memory: Bytes, on_read: OnRead) -> None:
     """Read every contiguous piece by itself."""
     done = 0
     for offset in outer_offsets(copy.collapsed, keep=1):
@@ -225,7 +242,7 @@ def _read_spans(file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable
             done += stop - start
 
 
-def _read_rows(file: ReadableFile, copy: Copy, memory: Bytes, on_read: Callable[[int, int], None]) -> None:
+def _read_rows(file: ReadableFile, copy: Copy, memory: Bytes, on_read: OnRead) -> None:
     """Read runs of consecutive rows, keeping the wanted columns."""
     collapsed = copy.collapsed
     row_bytes, columns = collapsed.sizes[-1], collapsed.dims[-1]

@@ -15,6 +15,7 @@ from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import Interval, Intervals, Region, select
 from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
 from shardferry.plan.cost import Access, choose_access
+from shardferry.plan.costmodel import PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,7 @@ class Copy(NamedTuple):
         collapsed: That region over as few dims as possible, in bytes.
         axes: The region's array is reordered by these axes: dim i of the target is dim `axes[i]`.
         target: Per dim of the local tensor the half-open range filled.
+        access: How to read it.
     """
 
     file: str
@@ -58,6 +60,7 @@ class Copy(NamedTuple):
     collapsed: Collapsed
     axes: tuple[int, ...]
     target: tuple[Interval, ...]
+    access: Access
 
     @property
     def num_bytes(self) -> int:
@@ -74,9 +77,9 @@ class Copy(NamedTuple):
         return self.start + offset
 
     @property
-    def access(self) -> Access:
-        """How to read it."""
-        return choose_access(self.collapsed)
+    def is_one_span(self) -> bool:
+        """Whether what is wanted lies in the file without a hole."""
+        return len(self.collapsed.sizes) == 1 and len(self.collapsed.dims[0]) == 1
 
     @property
     def in_order(self) -> bool:
@@ -100,25 +103,31 @@ class LoadPlan:
     Attributes:
         tensors: In the order of their first byte, by file.
         bytes_wanted: Bytes that land in local tensors, as stored.
+        seek_bytes: A hole of fewer bytes is read along with what lies around it.
     """
 
     tensors: tuple[TensorPlan, ...]
     bytes_wanted: int
+    seek_bytes: int
 
 
-def plan_load(index: CheckpointIndex, wanted: Iterable[Wanted]) -> LoadPlan:
+def plan_load(
+    index: CheckpointIndex, wanted: Iterable[Wanted], seek_bytes: int = PRESETS["local"].seek_bytes
+) -> LoadPlan:
     """Return the copies that bring what one rank wants out of a checkpoint.
 
     Args:
         index: Where everything is stored.
         wanted: Every tensor the rank holds; names are unique.
+        seek_bytes: What one more request costs, in bytes; see `CostModel`.
 
     Raises:
         ShardingError: If a region cannot be read, e.g. because it cuts a packed byte in two; names the tensor.
     """
     order = {name: position for position, name in enumerate(index.files)}
-    tensors = sorted((_plan_tensor(index, want) for want in wanted), key=lambda plan: _first_byte(plan, order))
-    return LoadPlan(tuple(tensors), sum(copy.num_bytes for plan in tensors for copy in plan.copies))
+    plans = (_plan_tensor(index, want, seek_bytes) for want in wanted)
+    tensors = tuple(sorted(plans, key=lambda plan: _first_byte(plan, order)))
+    return LoadPlan(tensors, sum(copy.num_bytes for plan in tensors for copy in plan.copies), seek_bytes)
 
 
 def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
@@ -131,9 +140,11 @@ def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
     return _split(copy, max_bytes, 0)
 
 
-def _plan_tensor(index: CheckpointIndex, want: Wanted) -> TensorPlan:
+def _plan_tensor(index: CheckpointIndex, want: Wanted, seek_bytes: int) -> TensorPlan:
     try:
-        copies = tuple(_locate(index, piece) for piece in pull_back(_expand(index, want.source), want.region))
+        copies = tuple(
+            _locate(index, piece, seek_bytes) for piece in pull_back(_expand(index, want.source), want.region)
+        )
     except InvalidInputError as error:
         message = f"{want.name}: {error}"
         raise ShardingError(message) from error
@@ -162,12 +173,15 @@ def _tiles(leaf: Stored, info: TensorInfo) -> Expression:
     return Tiled(leaf.shape, tuple(tiles))
 
 
-def _locate(index: CheckpointIndex, piece: Piece) -> Copy:
+def _locate(index: CheckpointIndex, piece: Piece, seek_bytes: int) -> Copy:
     info = index.tensors[piece.source.key]
     part = info.parts[piece.source.part] if info.parts else info
     _check_axes(info.dtype, piece.axes)
     collapsed = collapse(piece.region, part.shape, BITS[info.dtype])
-    return Copy(part.file, part.span[0], info.dtype, part.shape, piece.region, collapsed, piece.axes, piece.target)
+    access = choose_access(collapsed, seek_bytes)
+    return Copy(
+        part.file, part.span[0], info.dtype, part.shape, piece.region, collapsed, piece.axes, piece.target, access
+    )
 
 
 def _first_byte(plan: TensorPlan, order: Mapping[str, int]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -37,6 +38,18 @@ class Rows(NamedTuple):
     columns: Intervals
 
 
+class Place(NamedTuple):
+    """Bytes of a file and the memory they go to.
+
+    Attributes:
+        start: Offset in the file.
+        memory: One-dimensional and contiguous; filled with the bytes from `start` on.
+    """
+
+    start: int
+    memory: Bytes
+
+
 class ReadableFile(Protocol):
     """One open file."""
 
@@ -47,6 +60,15 @@ class ReadableFile(Protocol):
 
     def read_into(self, out: Bytes, start: int, on_read: OnRead) -> None:
         """Fill the one-dimensional, contiguous `out` with the bytes from offset `start` on."""
+        ...
+
+    def read_scattered(self, places: Sequence[Place], on_read: OnRead) -> None:
+        """Fill several memories by one read from the first to the last, in which the holes between them are dropped.
+
+        Args:
+            places: Ascending in the file, without overlap; none is empty.
+            on_read: Called with bytes fetched, holes included.
+        """
         ...
 
     def read_rows(self, out: Bytes, rows: Rows, on_read: OnRead) -> None:

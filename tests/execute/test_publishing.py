@@ -27,7 +27,7 @@ def test_a_rank_that_learns_late_of_a_failure_finds_its_files_until_then(tmp_pat
     layout = lay_out_checkpoint(tensors, max_shard_bytes=1, metadata={}, files_like=None, hub_limits=False)
 
     def work(group: Group) -> None:
-        staging = stage(group, str(tmp_path / "out"), layout, "refuse")
+        staging = stage(group, str(tmp_path / "out"), layout, "refuse", lambda _: None)
 
         def write() -> bytes:
             if group.rank == failing:

@@ -68,9 +68,6 @@ class Stepping:
             self.step(f"in the middle of write_file {path}")
         self.real.write_file(path, data)
 
-    def sync_file(self, path: str) -> None:
-        self._do("sync_file", lambda: self.real.sync_file(path), path)
-
     def copy_mode(self, source: str, path: str) -> None:
         self._do("copy_mode", lambda: self.real.copy_mode(source, path), path)
 
@@ -167,9 +164,11 @@ def _publish(
 ) -> tuple[str, ...]:
     weights = {name: len(data) for name, data in contents.items() if name.endswith(".safetensors")}
     publication.create(list(contents))
+    for name in weights:
+        filesystem.write_file(place.path_of(name), contents[name])
     for name, data in contents.items():
-        if name != INDEX:
-            filesystem.write_file(place.path_of(name), data)
+        if name not in weights and name != INDEX:
+            publication.add(name, data)
     publication.seal(weights, (INDEX, contents[INDEX]) if INDEX in contents else None)
     filesystem.step("publish")
     state = survey_target(place.target, NAMING)

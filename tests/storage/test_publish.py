@@ -32,6 +32,7 @@ from shardferry.execute.open import open_checkpoint, survey_surroundings
 from shardferry.format.oldfiles import Naming, is_checkpoint_file
 from shardferry.format.savenames import journal_name, parse_sibling, sibling_name
 from shardferry.plan.publish import choose_protocol
+from shardferry.storage.journal import read_journal
 from shardferry.storage.place import Place
 from shardferry.storage.publish import Publication, claim_target, discard_files
 from shardferry.storage.recover import recover
@@ -39,7 +40,7 @@ from shardferry.storage.renames import LocalFilesystem
 from shardferry.storage.target import survey_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ONE, TWO, THREE = (f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
 OLD = checkpoint(ONE, TWO, THREE, seed=1)
@@ -243,6 +244,27 @@ def test_in_place_is_refused_over_a_checkpoint_before_anything_is_written(tmp_pa
     with pytest.raises(InvalidInputError, match="nothing can be renamed"):
         save(limited(LACKS["in place"]), target, NEW)
     assert {name: (target / name).read_bytes() for name in files_in(target)} == OLD
+
+
+def test_a_config_that_is_there_is_written_anew_in_place_and_the_journal_knows_it(tmp_path: Path) -> None:
+    target = write_files(tmp_path / "out", {"config.json": b"{}", "notes": b""})
+    new = NEW | {"config.json": b'{"new": 1}'}
+    with pytest.raises(Killed):
+        save(limited(LACKS["in place"], kill_before("unlink", "publishing")), target, new)
+    (journal,) = target.glob(".shardferry-*.published")
+    found = read_journal(str(journal))
+    assert found is not None
+    assert found.files["config.json"] == len(new["config.json"])
+    save(limited(LACKS["in place"]), target, new, number=2, on_existing="refuse")
+    assert {name: (target / name).read_bytes() for name in files_in(target)} == new | {"notes": b""}
+
+
+def kill_before(change: str, name: str) -> Callable[[str], None]:
+    def step(what: str) -> None:
+        if what.startswith(change) and what.endswith(name):
+            raise Killed
+
+    return step
 
 
 def test_two_saves_to_one_path_exclude_each_other(tmp_path: Path) -> None:
@@ -480,7 +502,7 @@ def test_the_index_is_written_after_everything_else_and_then_the_names_are_synce
     save(limited(step=steps.append), tmp_path / "out", NEW | {"config.json": b"{}"})
     staging = tmp_path / sibling_name("out", "0001", "staging")
     index = steps.index(f"write_file {staging}/{INDEX}")
-    assert f"sync_file {staging}/config.json" in steps[:index]
+    assert f"write_file {staging}/config.json" in steps[:index]
     written = [step for step in steps[index + 1 :] if step.startswith("write_file")]
     assert written == [f"write_file {staging}/{journal_name('0001', 'published')}"]
     assert f"sync_directory {staging}/." in steps[index:]

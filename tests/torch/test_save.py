@@ -6,11 +6,12 @@ import json
 from typing import TYPE_CHECKING, cast
 
 import pytest
+import tokenizers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import shardferry
 import shardferry.torch as sf
@@ -184,6 +185,40 @@ def test_a_transformers_model_saves_its_configuration_and_opens_again(tmp_path: 
     tokens = torch.arange(7)[None]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    return LlamaForCausalLM(config)
+
+
+def test_the_configuration_names_the_class_and_the_dtype_that_is_written(tmp_path: Path) -> None:
+    model = tiny_llama()
+    sf.save_model(model, tmp_path / "out", dtype=torch.bfloat16)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["architectures"], written["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    assert model.config.architectures is None, "the model's own is left alone"
+    sf.save_model(model, tmp_path / "same")
+    model.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "same" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+
+
+def test_a_tokenizer_given_is_a_part_of_the_checkpoint(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("an old one")
+    sf.save_model(tiny_llama(), out, extras=[tokenizer])
+    assert AutoTokenizer.from_pretrained(out)("a").input_ids == tokenizer("a").input_ids
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_is_nothing_to_put_beside_the_weights(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="weights of its own: "):
+        sf.save_state_dict({"w": torch.zeros(2)}, tmp_path / "out", extras=[tiny_llama()])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_budget_bounds_what_is_staged(tmp_path: Path) -> None:

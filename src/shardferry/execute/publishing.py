@@ -10,9 +10,9 @@ import json
 import logging
 import secrets
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardferry.execute.extras import Extras
 from shardferry.format.oldfiles import Naming
 from shardferry.plan.publish import check_existing, choose_protocol
 from shardferry.storage.place import Place
@@ -24,6 +24,7 @@ from shardferry.transport.together import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from shardferry.format.savenames import PublishProtocol
     from shardferry.plan.packing import CheckpointLayout
@@ -45,6 +46,7 @@ class _Begun(NamedTuple):
     claim: Claim
     publication: Publication
     on_existing: OnExisting
+    extras: Extras
 
 
 class Staging:
@@ -78,25 +80,22 @@ class Staging:
             raise
         finally:
             if self._begun is not None:
+                self._begun.extras.remove()
                 self._begun.claim.lock.release()
 
-    def publish(self, write_extras: Callable[[Path], None]) -> None:
-        """Make the staged files the checkpoint, when every rank has written and synced its bytes. Collective.
-
-        Args:
-            write_extras: Writes what belongs beside the weights into the folder it is given; called on rank 0.
-        """
+    def publish(self) -> None:
+        """Make the staged files the checkpoint, when every rank has written and synced its bytes. Collective."""
 
         def work() -> bytes:
             if self._begun is not None:
-                self._publish(self._begun, write_extras)
+                self._publish(self._begun)
             return b""
 
         together(self._group, "publish", work)
 
-    def _publish(self, begun: _Begun, write_extras: Callable[[Path], None]) -> None:
+    def _publish(self, begun: _Begun) -> None:
         layout = self._layout
-        write_extras(Path(self.folder))
+        begun.extras.stage(begun.publication)
         for file in layout.files if self.protocol == "in place" else ():
             write_header(f"{self.folder}/{file.name}", file.header)
         index = None if layout.index is None or layout.index_name is None else (layout.index_name, layout.index)
@@ -116,8 +115,21 @@ class Staging:
                 logger.warning("a failed save has left something: %s", remark)
 
 
-def stage(group: Group, path: str, layout: CheckpointLayout, on_existing: OnExisting) -> Staging:
+def stage(
+    group: Group,
+    path: str,
+    layout: CheckpointLayout,
+    on_existing: OnExisting,
+    write_extras: Callable[[Path], None],
+) -> Staging:
     """Claim the target and create the files with their headers. Collective.
+
+    Args:
+        group: The ranks.
+        path: Where the checkpoint is to be.
+        layout: Its files.
+        on_existing: What to do about a checkpoint that is there.
+        write_extras: Writes what belongs beside the weights into the empty folder it is given; called on rank 0.
 
     Raises:
         CheckpointExistsError: If a checkpoint is there and must not be replaced.
@@ -128,17 +140,16 @@ def stage(group: Group, path: str, layout: CheckpointLayout, on_existing: OnExis
     def work() -> bytes:
         if group.rank:
             return b""
-        token = secrets.token_hex(TOKEN_BYTES)
         found = survey_target(path, NAMING)
         if not found.leftovers:
             check_existing(found, on_existing)  # before a lock is taken, which a directory may not allow
-        claim = claim_target(LocalFilesystem(), path, NAMING, token, forward=on_existing == "replace")
+        extras = Extras(write_extras, layout, NAMING)
         try:
-            place, protocol, publication = _begin(claim, layout, on_existing, token)
+            place, protocol, one = _claim(path, layout, on_existing, extras)
         except BaseException:
-            claim.lock.release()
+            extras.remove()
             raise
-        begun.append(_Begun(claim, publication, on_existing))
+        begun.append(one)
         return json.dumps([place.to_bytes().decode(), protocol]).encode()
 
     try:
@@ -146,26 +157,37 @@ def stage(group: Group, path: str, layout: CheckpointLayout, on_existing: OnExis
     except BaseException:
         for one in begun:
             one.publication.abort()
+            one.extras.remove()
             one.claim.lock.release()
         raise
     place, protocol = json.loads(told[0])
     return Staging(group, layout, Place.from_bytes(place.encode()), protocol, begun[0] if begun else None)
 
 
-def _begin(
-    claim: Claim, layout: CheckpointLayout, on_existing: OnExisting, token: str
-) -> tuple[Place, PublishProtocol, Publication]:
-    check_existing(claim.state, on_existing)
-    protocol = choose_protocol(claim.state, claim.capabilities)
-    place = Place(claim.state.path, claim.state.home, token, in_place=protocol == "in place")
-    publication = Publication(LocalFilesystem(), place)
-    names = [file.name for file in layout.files]
+def _claim(
+    path: str, layout: CheckpointLayout, on_existing: OnExisting, extras: Extras
+) -> tuple[Place, PublishProtocol, _Begun]:
+    token = secrets.token_hex(TOKEN_BYTES)
+    claim = claim_target(LocalFilesystem(), path, NAMING, token, forward=on_existing == "replace")
     try:
-        publication.create([*names, *([layout.index_name] if layout.index_name else [])])
+        check_existing(claim.state, on_existing)
+        protocol = choose_protocol(claim.state, claim.capabilities)
+        place = Place(claim.state.path, claim.state.home, token, in_place=protocol == "in place")
+        return place, protocol, _Begun(claim, _create(place, layout, extras), on_existing, extras)
+    except BaseException:
+        claim.lock.release()
+        raise
+
+
+def _create(place: Place, layout: CheckpointLayout, extras: Extras) -> Publication:
+    publication = Publication(LocalFilesystem(), place)
+    index = [layout.index_name] if layout.index_name else []
+    try:
+        publication.create([*(file.name for file in layout.files), *index, *extras.names])
         for file in layout.files:
             # Where readers see it already, a file has no header, and so is no checkpoint, until its bytes are there.
             create_file(place.path_of(file.name), b"" if place.in_place else file.header, file.size)
     except BaseException:
         publication.abort()
         raise
-    return place, protocol, publication
+    return publication

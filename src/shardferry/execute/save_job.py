@@ -86,7 +86,7 @@ class SaveAdapter(Protocol):
         ...
 
     def write_extras(self, folder: Path) -> None:
-        """Write what belongs beside the weights into a folder; called on rank 0 only."""
+        """Write what belongs beside the weights into an empty folder; called on rank 0 only."""
         ...
 
 
@@ -156,11 +156,11 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
         _check_replicas(group, adapter, model.catalogue, request)
     with mine.timed("stage"):
         plan = _plan(group, model, request)
-        staging = stage(group, request.path, model.layout, request.on_existing)
+        staging = stage(group, request.path, model.layout, request.on_existing, adapter.write_extras)
     with staging.released():
         reports = _write(_Work(group, adapter, plan, staging, request, mine))
         with mine.timed("publish"):
-            staging.publish(adapter.write_extras)
+            staging.publish()
     files = tuple(file.name for file in model.layout.files)
     reports = (*reports[: group.rank], mine, *reports[group.rank + 1 :])  # others' time to publish is not known here
     report = SaveReport(reports, files, staging.protocol, (*model.layout.warnings, *staging.remarks))

@@ -1,8 +1,8 @@
 """How a finished set of files becomes the checkpoint at a path, step by step, on one rank.
 
 Rank 0: `claim_target`, `Publication.create`, then every rank writes into `Place.staging` and syncs what it wrote, then
-rank 0: `seal`, `publish`, `close`; or `abort`. Ranks agree between the steps; that is not done here, nor is it decided
-here which protocol is taken.
+rank 0: `add`, `seal`, `publish`, `close`; or `abort`. Ranks agree between the steps; that is not done here, nor is it
+decided here which protocol is taken.
 
 The order that makes it safe: files on the disk, then their names, then the journal, then the change, then its name on
 the disk, and only then is anything old removed.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardferry.errors import InvalidInputError
 from shardferry.format.problem import shown
-from shardferry.format.savenames import is_save_name, sibling_name
+from shardferry.format.savenames import sibling_name
 from shardferry.storage.absorb import link_foreign
 from shardferry.storage.capabilities import Capabilities, probe_capabilities
 from shardferry.storage.journal import Journal
@@ -97,13 +97,13 @@ class Publication:
         self._place = place
         self._files: dict[str, int] = {}
         self._last = ""
-        self._before: frozenset[str] = frozenset()
+        self._added: dict[str, int] = {}
 
     def create(self, names: Sequence[str]) -> None:
         """Make the directory in which the files are written; nothing a reader sees is changed.
 
         Args:
-            names: The files this save will write, relative to the checkpoint; the index among them.
+            names: The files this save will write, relative to the checkpoint; the index and what is added among them.
 
         Raises:
             InvalidInputError: If the target has a directory of one of these names, or a link for one of their folders.
@@ -121,10 +121,17 @@ class Publication:
                 filesystem.make_directory(place.path_of(folder))
         filesystem.sync_directory(place.home)
 
+    def add(self, name: str, data: bytes) -> None:
+        """Write a small file that belongs beside the weights; its name was given to `create`.
+
+        Raises:
+            OSError: If it cannot be written or synced.
+        """
+        self._filesystem.write_file(self._place.path_of(name), data)
+        self._added[name] = len(data)
+
     def seal(self, files: Mapping[str, int], index: tuple[str, bytes] | None) -> None:
         """Write the index, last of all files, and wait until every name is on the disk.
-
-        Everything else in the staged directory, such as a config, becomes a part of the checkpoint too.
 
         Args:
             files: Size in bytes of each weight file; the ranks that wrote them have synced them.
@@ -134,10 +141,7 @@ class Publication:
             OSError: If something cannot be written or synced.
         """
         place, filesystem = self._place, self._filesystem
-        extras = {name: size for name, size in self._found().items() if name not in files}
-        for name in extras:
-            filesystem.sync_file(place.path_of(name))
-        self._files = {**files, **extras}
+        self._files = {**files, **self._added}
         self._last = index[0] if index else next(iter(files), "")
         if index:
             self._files[index[0]] = len(index[1])
@@ -196,27 +200,12 @@ class Publication:
         place, filesystem = self._place, self._filesystem
         if not os.path.lexists(place.target):
             filesystem.make_directory(place.target)
-        self._before = frozenset(os.listdir(place.target))  # noqa: PTH208
         fresh = {name: 0 for name in names if not os.path.lexists(f"{place.target}/{name}")}
         filesystem.write_file(place.journal("publishing"), Journal("in place", fresh, "", ()).to_bytes())
         filesystem.sync_directory(place.target)
         for name in names:  # writing to it would write to what it points to, a shared cache for example
             if os.path.islink(f"{place.target}/{name}"):  # noqa: PTH114
                 filesystem.unlink(f"{place.target}/{name}")
-
-    def _found(self) -> dict[str, int]:
-        """Return the sizes of the regular files in the staged directory; written in place, of the new ones only."""
-        place = self._place
-        found = {}
-        for folder, folders, names in os.walk(place.staging):
-            if place.in_place:
-                folders.clear()  # not ours to go through
-            for name in names:
-                path = f"{folder}/{name}"
-                if is_save_name(name) or os.path.islink(path) or name in self._before:  # noqa: PTH114
-                    continue
-                found[os.path.relpath(path, place.staging)] = os.path.getsize(path)  # noqa: PTH202
-        return found
 
     def _journal(self, protocol: PublishProtocol, replaced: tuple[str, ...], linked: tuple[str, ...] = ()) -> Journal:
         return Journal(protocol, self._files, self._last, replaced, linked)

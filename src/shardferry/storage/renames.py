@@ -34,10 +34,6 @@ class Filesystem(Protocol):
         """Make or overwrite a small file, never through a link, and wait until it is on the disk."""
         ...
 
-    def sync_file(self, path: str) -> None:
-        """Wait until a file is on the disk."""
-        ...
-
     def copy_mode(self, source: str, path: str) -> None:
         """Give the directory `path` the permissions and extended attributes of `source`."""
         ...
@@ -87,14 +83,6 @@ class LocalFilesystem:
             while view:
                 view = view[file.write(view) :]
             os.fsync(descriptor)
-
-    def sync_file(self, path: str) -> None:
-        """Wait until a file is on the disk."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def copy_mode(self, source: str, path: str) -> None:
         """Give the directory `path` the permissions and extended attributes of `source`."""

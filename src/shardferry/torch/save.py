@@ -17,6 +17,7 @@ from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import parse_size
 from shardferry.torch.dtypes import dtype_name
 from shardferry.torch.entries import Entry, make_target, model_entries, state_dict_entries
+from shardferry.torch.extras import write_extras
 from shardferry.torch.group import open_group
 from shardferry.torch.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S
 from shardferry.torch.mover import GlooMover, open_mover
@@ -24,7 +25,7 @@ from shardferry.torch.shardings import local_part
 from shardferry.torch.sources import TensorSource, digest_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shardferry.execute.report import Progress, SaveReport
     from shardferry.plan.target import Target
     from shardferry.storage.base import Bytes
+    from shardferry.torch.extras import Savable
     from shardferry.torch.shardings import GivenSharding
 
 _Choice = TypeVar("_Choice", bound=str)
@@ -53,6 +55,8 @@ class SaveOptions(TypedDict, total=False):
             are always compared.
         metadata: Strings for the `__metadata__` of every file, beside `{"format": "pt"}`.
         files_like: A checkpoint whose assignment of names to files is kept.
+        extras: What else to write beside the weights, each with a `save_pretrained(folder)`: a tokenizer, a processor.
+            A model does not know its tokenizer, and the folder it was loaded from may have an older one: give it.
         hub_limits: Refuse an index above the 10 MiB that the Hub's tools read, instead of warning.
         on_progress: Called on every rank with its own `Progress`.
         budget_bytes: Memory a rank may use beside the tensors; 256 MiB by default.
@@ -64,6 +68,7 @@ class SaveOptions(TypedDict, total=False):
     replicas: Literal["trust", "check"]
     metadata: Mapping[str, str]
     files_like: str | os.PathLike[str] | None
+    extras: Sequence[Savable]
     hub_limits: bool
     on_progress: Callable[[Progress], None] | None
     budget_bytes: int
@@ -86,7 +91,7 @@ def save_model(
 
     A tensor the model holds under several names is written once, under the first, and never under a name the model
     declares tied to another. Configuration files are written too if the model has them (`config`,
-    `generation_config`).
+    `generation_config`), and what `extras=` gives, as a part of the same checkpoint.
 
     Args:
         model: Plain or sharded.
@@ -109,7 +114,7 @@ def save_model(
     unwrapped = getattr(model, "_orig_mod", model)
 
     def prepare() -> tuple[_Saver, SaveRequest]:
-        saver = _Saver(_entries_to_write(unwrapped), options.get("shardings", {}), unwrapped)
+        saver = _Saver(_entries_to_write(unwrapped), unwrapped, options)
         return saver, _request(path, max_shard_size, on_existing, options)
 
     return _run(prepare, options)
@@ -147,7 +152,7 @@ def save_state_dict(
     def prepare() -> tuple[_Saver, SaveRequest]:
         cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
         entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
-        return _Saver(entries, options.get("shardings", {}), None), _request(path, max_shard_size, on_existing, options)
+        return _Saver(entries, None, options), _request(path, max_shard_size, on_existing, options)
 
     return _run(prepare, options)
 
@@ -155,10 +160,11 @@ def save_state_dict(
 class _Saver:
     """What one rank holds, as a save wants it."""
 
-    def __init__(
-        self, entries: Iterable[Entry], shardings: Mapping[str, GivenSharding], model: nn.Module | None
-    ) -> None:
+    def __init__(self, entries: Iterable[Entry], model: nn.Module | None, options: SaveOptions) -> None:
         self._model = model
+        self._extras = tuple(options.get("extras", ()))
+        self._dtype = options.get("dtype")
+        shardings = options.get("shardings", {})
         self._tensors: dict[str, torch.Tensor] = {}
         self.targets: list[Target] = []
         for entry in entries:
@@ -183,11 +189,8 @@ class _Saver:
         return open_mover(check)
 
     def write_extras(self, folder: Path) -> None:
-        """Write the model's own configuration files."""
-        for attribute in ("config", "generation_config"):
-            config = getattr(self._model, attribute, None)
-            if config is not None and hasattr(config, "save_pretrained"):
-                config.save_pretrained(folder)
+        """Write what belongs beside the weights."""
+        write_extras(folder, self._model, self._extras, self._dtype)
 
 
 def _run(prepare: Callable[[], tuple[_Saver, SaveRequest]], options: SaveOptions) -> SaveReport:

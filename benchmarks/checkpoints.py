@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-Kind = Literal["dense", "moe", "moe_packed"]
+Kind = Literal["dense", "moe", "moe_packed", "wide"]
 Shapes = dict[str, tuple[int, ...]]
 
 ITEMSIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
@@ -116,6 +116,8 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
 def _shapes(kind: Kind, scale_gb: float) -> tuple[Shapes, dict[str, Any]]:
     if kind == "dense":
         return _dense(scale_gb)
+    if kind == "wide":
+        return _wide(scale_gb), {}
     return _moe(scale_gb, packed=kind == "moe_packed")
 
 
@@ -144,6 +146,12 @@ def _dense(scale_gb: float) -> tuple[Shapes, dict[str, Any]]:
         "dtype": "bfloat16",
     }
     return shapes, config
+
+
+def _wide(scale_gb: float) -> Shapes:
+    """No model: tensors whose rows have 2 and 4 KiB on each of 4 ranks that cut the inner dim."""
+    shapes = ((4096, 8192), (8192, 4096))
+    return {f"layers.{at}.weight": shapes[at % 2] for at in range(max(2, round(scale_gb * 1e9 / (2 * 4096 * 8192))))}
 
 
 def _moe(scale_gb: float, *, packed: bool) -> tuple[Shapes, dict[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from benchmarks.checkpoints import StoredTensor
@@ -71,8 +71,13 @@ class Job:
     parts: Mapping[str, Part]
 
 
-def make_job(folder: Path, stored: Mapping[str, StoredTensor], mesh: DeviceMesh) -> Job:
-    """Return this rank's job on a one-axis mesh."""
+def make_job(
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    mesh: DeviceMesh,
+    dim_of: Callable[[str], int | None] | None = None,
+) -> Job:
+    """Return this rank's job on a one-axis mesh; `dim_of` says which dim of a tensor is cut, the plan if not given."""
     rank, size = mesh.get_local_rank(), mesh.size()
     num_experts = 1 + max((int(match[1]) for match in map(EXPERT.search, stored) if match), default=0)
     parts = {}
@@ -82,7 +87,7 @@ def make_job(folder: Path, stored: Mapping[str, StoredTensor], mesh: DeviceMesh)
             if int(expert[1]) * size // num_experts == rank:
                 parts[name] = Part(tensor, None, 0, 0, is_only_here=True)
             continue
-        dim = sharded_dim(name)
+        dim = (dim_of or sharded_dim)(name)
         if dim is None:
             parts[name] = Part(tensor, None, 0, 0, is_only_here=False)
         else:
@@ -121,6 +126,18 @@ def empty_tensors(job: Job, device: str) -> dict[str, torch.Tensor]:
                 shape=torch.Size(part.stored.shape),
                 stride=_strides(part),
             )
+    return tensors
+
+
+def filled_tensors(job: Job) -> dict[str, DTensor]:
+    """Return the parts as DTensors with the values of the checkpoint, in memory of their own."""
+    tensors = {}
+    for name, tensor in empty_tensors(job, "cpu").items():
+        part = job.parts[name]
+        assert isinstance(tensor, DTensor)
+        whole = np.memmap(part.stored.file, np.int16, "r", part.stored.start, part.stored.shape)
+        tensor.to_local().view(torch.int16).copy_(torch.from_numpy(np.array(whole[part.index])))
+        tensors[name] = tensor
     return tensors
 
 

@@ -61,8 +61,12 @@ def private_bytes() -> int:
 
 def disk_bytes() -> int:
     """Return the bytes the kernel has fetched from disks for this process."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["read_bytes"])
+    return int(_io()["read_bytes"])
+
+
+def written_bytes() -> int:
+    """Return the bytes of pages that this process has made dirty."""
+    return int(_io()["write_bytes"])
 
 
 def drop_from_page_cache(files: Iterable[Path]) -> None:
@@ -94,6 +98,10 @@ def wake_memory(num_bytes: int) -> None:
     for start in range(0, num_bytes, mmap.PAGESIZE):
         memory[start] = 1
     memory.close()
+
+
+def _io() -> dict[str, str]:
+    return dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
 
 
 def file_mappings() -> tuple[tuple[int, int], ...]:

@@ -26,6 +26,7 @@ VERBS = {
     "inspect": "Show what is in a checkpoint: tensors, dtypes, shapes, bytes, files.",
     "repack": "Write a checkpoint anew: in other files, another dtype, or under other names.",
     "verify": "Check a checkpoint and print everything that is wrong with it.",
+    "warm": "Bring what the ranks of this node will read into its page cache.",
 }
 
 

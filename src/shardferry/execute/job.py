@@ -181,7 +181,7 @@ def _agree(
     matched: list[Matching] = []
 
     def work() -> bytes:
-        _check_given_names(index, adapter.targets, request.given_names)
+        check_given_names(index, adapter.targets, request.given_names)
         matched.append(match_targets(index, adapter.targets, request.rules))
         matched[0].problems.unfilled.extend(adapter.unfilled)
         return table_to_bytes(make_table(index, matched[0], group.rank, group.world_size))
@@ -191,7 +191,7 @@ def _agree(
     return matched[0], tables
 
 
-def _check_given_names(index: CheckpointIndex, targets: Sequence[Target], given: Collection[str]) -> None:
+def check_given_names(index: CheckpointIndex, targets: Sequence[Target], given: Collection[str]) -> None:
     """Refuse a name nobody has: a typing error would leave a tensor with the layout it should not be trusted with.
 
     Another rank's model may have a name that this one's lacks, but then the checkpoint has it too.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors.numpy import save_file
 
+from shardferry.execute.gather import place_of
 from shardferry.execute.job import Request, run_load
 from shardferry.plan.match import Rules
 from shardferry.plan.target import Layout, Target
@@ -39,7 +40,8 @@ class ArrayDestination:
 
     def store(self, copy: Copy, staged: np.ndarray) -> None:
         source = staged.view(DTYPES[copy.dtype]).reshape(copy.region.shape).transpose(copy.axes)
-        self.array[tuple(slice(*interval) for interval in copy.target)] = source
+        place = place_of(self.array.reshape(*self.array.shape, 1).view(np.uint8), copy)
+        place.view(self.array.dtype)[..., 0] = source
 
 
 class ArrayStaging:

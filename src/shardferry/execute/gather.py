@@ -15,13 +15,15 @@ from shardferry.convert.ops import Stored
 from shardferry.execute.load import Settings, execute_load
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import box
-from shardferry.geometry.spans import Collapsed, collapse
+from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
 from shardferry.plan.load import Wanted, plan_load
 from shardferry.storage.local import LocalStore
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from shardferry.format.index import CheckpointIndex
     from shardferry.geometry.region import Region
@@ -81,18 +83,40 @@ class _Memory:
 
     def direct(self, copy: Copy) -> Bytes | None:
         """Return where the copy goes, None if that is not one run of bytes."""
+        if not copy.in_order:
+            return None
         place = self._place(copy)
         return self._out[slice(*place.dims[0][0])] if len(place.sizes) == 1 else None
 
     def store(self, copy: Copy, staged: Bytes) -> None:
-        """Copy the rows of a box to where they belong."""
-        place = self._place(copy)
-        target = self._out.reshape(place.sizes)[tuple(slice(*dim[0]) for dim in place.dims)]
-        target[...] = staged.reshape(target.shape)
+        """Copy what was read to where it belongs."""
+        if copy.in_order:
+            place = self._place(copy)
+            target = self._out.reshape(place.sizes)[tuple(slice(*dim[0]) for dim in place.dims)]
+            target[...] = staged.reshape(target.shape)
+            return
+        item = BITS[copy.dtype] // BITS_PER_BYTE
+        source = staged.reshape(*copy.region.shape, item).transpose(*copy.axes, len(copy.axes))
+        place_of(self._out.reshape(*self._shape, item), copy)[...] = source
 
     def _place(self, copy: Copy) -> Collapsed:
         offsets, sizes = [a for a, _ in copy.target], [b - a for a, b in copy.target]
         return collapse(box(offsets, sizes), self._shape, self._bits)
+
+
+def place_of(local: NDArray[np.uint8], copy: Copy) -> NDArray[np.uint8]:
+    """Return the view of a local tensor that a copy fills, its dims in the order that `axes` gives.
+
+    Args:
+        local: The tensor with one more dim, the bytes of an element.
+        copy: What fills it.
+    """
+    if not copy.fine:
+        return local[tuple(slice(start, stop) for start, stop in copy.target)]
+    sizes = [stop - start for start, stop in copy.target]
+    strides = [step * local.strides[dim] if step else 0 for dim, step in copy.fine]
+    offset = sum(start * stride for (start, _), stride in zip(copy.target, strides, strict=True))
+    return np.ndarray((*sizes, local.shape[-1]), np.uint8, local, offset, (*strides, 1))
 
 
 class _Scratch:

@@ -9,18 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardferry.convert.ops import Expression, Piece, Stored, Tile, Tiled, Transposed, pull_back
+from shardferry.convert.ops import Stored, Tile, Tiled, Zeros, dtypes_of, leaves, replace_leaves, reshape
+from shardferry.convert.pull import pull_back
 from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.format.dtypes import BITS
-from shardferry.geometry.region import Interval, Intervals, Region, select
+from shardferry.geometry.region import Interval, Intervals, Region, select, whole
 from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
 from shardferry.plan.cost import Access, choose_access
 from shardferry.plan.costmodel import PRESETS
+from shardferry.units import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from shardferry.convert.ops import Computed, Expression
+    from shardferry.convert.pull import Piece
     from shardferry.format.index import CheckpointIndex, TensorInfo
+
+
+# What is computed at a time: 2 MiB of F32 (a guess: calls into NumPy cost nothing beside it, and it fits a cache).
+TILE_ELEMENTS = 512 * KIB
 
 
 class Wanted(NamedTuple):
@@ -44,12 +52,13 @@ class Copy(NamedTuple):
         file: File, relative to the checkpoint's root.
         start: Offset in the file of the first byte of the stored tensor (or box of one).
         dtype: safetensors dtype stored.
-        shape: Shape of the stored tensor (or box), in elements.
+        shape: Shape in which the stored tensor (or box) is looked at, in elements.
         region: Region of it to read.
         collapsed: That region over as few dims as possible, in bytes.
         axes: The region's array is reordered by these axes: dim i of the target is dim `axes[i]`.
-        target: Per dim of the local tensor the half-open range filled.
+        target: Per dim of the reordered array the half-open range filled: of the local tensor's dim, or of `fine`.
         access: How to read it.
+        fine: Empty, or what the reordered array's dims are in the local tensor, as a `Piece` has it.
     """
 
     file: str
@@ -61,6 +70,7 @@ class Copy(NamedTuple):
     axes: tuple[int, ...]
     target: tuple[Interval, ...]
     access: Access
+    fine: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -83,17 +93,50 @@ class Copy(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether the region arrives in the target's own order."""
-        return self.axes == tuple(range(len(self.axes)))
+        """Whether the region arrives in the target's own order, and fills a box of it."""
+        return not self.fine and self.axes == tuple(range(len(self.axes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A part of a local tensor whose values are computed from stored ones.
+
+    Attributes:
+        source: What is computed.
+        region: Which region of it.
+        inputs: Per operand how the part of it that is needed comes about.
+        result: Where the region goes, as a copy of its array in its dtype; its file is empty.
+    """
+
+    source: Computed
+    region: Region
+    inputs: tuple[TensorPlan, ...]
+    result: Copy
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """The copies that fill one local tensor; none for a tensor of which the rank holds no element."""
+    """What fills one local tensor; nothing for a tensor of which the rank holds no element.
+
+    Attributes:
+        name: The tensor.
+        local_shape: Shape of what the rank holds.
+        copies: What is copied from files.
+        zeros: Parts that are zeros, as copies of an empty file.
+        computations: Parts that are computed.
+    """
 
     name: str
     local_shape: tuple[int, ...]
     copies: tuple[Copy, ...]
+    zeros: tuple[Copy, ...] = ()
+    computations: tuple[Computation, ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes it is made of, as stored."""
+        inputs = (plan.bytes_read for made in self.computations for plan in made.inputs)
+        return sum(copy.num_bytes for copy in self.copies) + sum(inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +170,7 @@ def plan_load(
     order = {name: position for position, name in enumerate(index.files)}
     plans = (_plan_tensor(index, want, seek_bytes) for want in wanted)
     tensors = tuple(sorted(plans, key=lambda plan: _first_byte(plan, order)))
-    return LoadPlan(tensors, sum(copy.num_bytes for plan in tensors for copy in plan.copies), seek_bytes)
+    return LoadPlan(tensors, sum(plan.bytes_read for plan in tensors), seek_bytes)
 
 
 def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
@@ -141,46 +184,102 @@ def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
 
 
 def _plan_tensor(index: CheckpointIndex, want: Wanted, seek_bytes: int) -> TensorPlan:
+    copies: list[Copy] = []
+    zeros: list[Copy] = []
+    computations: list[Computation] = []
     try:
-        copies = tuple(
-            _locate(index, piece, seek_bytes) for piece in pull_back(_expand(index, want.source), want.region)
-        )
+        for piece in pull_back(_expand(index, want.source), want.region):
+            if isinstance(piece.source, Stored):
+                copies.append(_locate(index, piece, piece.source, seek_bytes))
+            elif isinstance(piece.source, Zeros):
+                zeros.append(_from_nowhere(piece, piece.source.shape, _dtype_of(index, want.source)))
+            else:
+                computations.extend(_compute(index, piece, piece.source, seek_bytes))
     except InvalidInputError as error:
         message = f"{want.name}: {error}"
         raise ShardingError(message) from error
-    return TensorPlan(want.name, want.region.shape, copies)
+    return TensorPlan(want.name, want.region.shape, tuple(copies), tuple(zeros), tuple(computations))
 
 
-def _check_axes(dtype: str, axes: tuple[int, ...]) -> None:
-    if BITS[dtype] % BITS_PER_BYTE and axes and axes[-1] != len(axes) - 1:
+def _compute(index: CheckpointIndex, piece: Piece, source: Computed, seek_bytes: int) -> Iterator[Computation]:
+    """Yield what computes a piece, a bounded part at a time."""
+    for region, result in _tiles_of(source, piece.region, _from_nowhere(piece, piece.counts, source.dtype)):
+        shapes = [operand.shape for operand in source.operands]
+        wanted = (
+            Wanted(source.function.name, operand, needed)
+            for operand, needed in zip(source.operands, source.function.needs(shapes, region), strict=True)
+        )
+        inputs = tuple(_plan_tensor(index, want, seek_bytes) for want in wanted)
+        yield Computation(source, region, inputs, result)
+
+
+def _tiles_of(source: Computed, region: Region, result: Copy) -> Iterator[tuple[Region, Copy]]:
+    """Yield a region of a computed tensor and where it goes, in runs of rows of at most `TILE_ELEMENTS` elements."""
+    dim = next((dim for dim, size in enumerate(region.shape[:-1]) if size > 1), None)
+    at = next((at for at, size in enumerate(result.shape[:-1]) if size > 1), None)
+    same = [size for size in region.shape if size > 1] == [size for size in result.shape if size > 1]
+    if dim is None or at is None or not same or source.function.whole or region.num_elements <= TILE_ELEMENTS:
+        yield region, result
+        return
+    size = region.shape[dim]
+    step = max(1, size * TILE_ELEMENTS // region.num_elements)
+    for start in range(0, size, step):
+        stop = min(size, start + step)
+        dims = list(region.dims)
+        dims[dim] = select(dims[dim], start, stop)
+        array = _narrow(result, at, start, stop)
+        array = array._replace(shape=array.region.shape, region=whole(array.region.shape))
+        yield from _tiles_of(source, Region(tuple(dims)), array)
+
+
+def _from_nowhere(piece: Piece, shape: tuple[int, ...], dtype: str) -> Copy:
+    """Return where a piece goes that no file holds, as a copy of all of an array of `shape`."""
+    region = whole(shape)
+    collapsed = collapse(region, shape, BITS[dtype])
+    return Copy("", 0, dtype, shape, region, collapsed, piece.axes, piece.target, "spans", piece.fine)
+
+
+def _dtype_of(index: CheckpointIndex, source: Expression) -> str:
+    return next(iter(dtypes_of(source, lambda key: index.tensors[key].dtype)))
+
+
+def _check_packed(dtype: str, piece: Piece) -> None:
+    moved = piece.fine or (piece.axes and piece.axes[-1] != len(piece.axes) - 1)
+    if BITS[dtype] % BITS_PER_BYTE and moved:
         message = f"{dtype} packs several elements into a byte along the last dim, which cannot be moved"
         raise InvalidInputError(message)
 
 
 def _expand(index: CheckpointIndex, source: Expression) -> Expression:
     """Replace leaves that are stored in several boxes by the boxes."""
-    if isinstance(source, Stored):
-        return _tiles(source, index.tensors[source.key])
-    if isinstance(source, Transposed):
-        return Transposed(_expand(index, source.of), source.axes)
-    return Tiled(source.shape, tuple(Tile(tile.offsets, _expand(index, tile.part)) for tile in source.tiles))
+    if not any(index.tensors[leaf.key].parts for leaf in leaves(source)):
+        return source
+    return replace_leaves(source, lambda leaf: _tiles(leaf, index.tensors[leaf.key]))
 
 
 def _tiles(leaf: Stored, info: TensorInfo) -> Expression:
     if not info.parts:
         return leaf
     tiles = (Tile(part.offsets, Stored(leaf.key, part.shape, at)) for at, part in enumerate(info.parts))
-    return Tiled(leaf.shape, tuple(tiles))
+    return reshape(Tiled(info.shape, tuple(tiles)), leaf.shape)
 
 
-def _locate(index: CheckpointIndex, piece: Piece, seek_bytes: int) -> Copy:
-    info = index.tensors[piece.source.key]
-    part = info.parts[piece.source.part] if info.parts else info
-    _check_axes(info.dtype, piece.axes)
-    collapsed = collapse(piece.region, part.shape, BITS[info.dtype])
-    access = choose_access(collapsed, seek_bytes)
+def _locate(index: CheckpointIndex, piece: Piece, source: Stored, seek_bytes: int) -> Copy:
+    info = index.tensors[source.key]
+    part = info.parts[source.part] if info.parts else info
+    _check_packed(info.dtype, piece)
+    collapsed = collapse(piece.region, source.shape, BITS[info.dtype])
     return Copy(
-        part.file, part.span[0], info.dtype, part.shape, piece.region, collapsed, piece.axes, piece.target, access
+        file=part.file,
+        start=part.span[0],
+        dtype=info.dtype,
+        shape=source.shape,
+        region=piece.region,
+        collapsed=collapsed,
+        axes=piece.axes,
+        target=piece.target,
+        access=choose_access(collapsed, seek_bytes),
+        fine=piece.fine,
     )
 
 

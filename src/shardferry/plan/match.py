@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardferry.convert.ops import Expression, Stored, leaves
+from shardferry.convert.ops import Expression, Stored, dtypes_of, leaves
 from shardferry.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -100,13 +100,13 @@ def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rule
     for target in targets:
         found = _find(index, target, rules.sources)
         if found is None:
-            problems.missing.append(target.name)
+            problems.missing.append(target.names[0])
             continue
         name, source = found
         others.update(other for other in target.names if other != name)
         names = {leaf.key for leaf in leaves(source)}
         used |= names
-        stored = {index.tensors[key].dtype for key in names}
+        stored = dtypes_of(source, lambda key: index.tensors[key].dtype)
         if _fits(target, source, stored, rules.cast, problems):
             matches.append(Match(target, source, stored != {target.dtype}))
     ignored = {name for name in index.tensors if name not in used and (name in others or rules.ignorable(name))}
@@ -169,13 +169,13 @@ def _candidates(
 
 def _fits(target: Target, source: Expression, stored: set[str], cast: bool, problems: Problems) -> bool:  # noqa: FBT001
     if target.shape is not None and target.shape != source.shape:
-        problems.shape.append(f"{target.name}: model {list(target.shape)}, checkpoint {list(source.shape)}")
+        problems.shape.append(f"{target.names[0]}: model {list(target.shape)}, checkpoint {list(source.shape)}")
         return False
     wrong = sorted(
         dtype for dtype in stored if dtype != target.dtype and not (cast and {dtype, target.dtype} <= FLOATS)
     )
     if wrong:
-        problems.dtype.append(f"{target.name}: model {target.dtype}, checkpoint {', '.join(wrong)}")
+        problems.dtype.append(f"{target.names[0]}: model {target.dtype}, checkpoint {', '.join(wrong)}")
         return False
     return True
 

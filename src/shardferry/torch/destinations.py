@@ -67,11 +67,7 @@ class TensorDestination:
         dtype = torch_dtype(copy.dtype)
         shape = _items(copy.region.shape, dtype)
         source = torch.from_numpy(staged).view(dtype).reshape(shape).permute(copy.axes)
-        per_item = elements_per_item(dtype)
-        place = [slice(start, stop) for start, stop in copy.target]
-        if per_item > 1:
-            place[-1] = slice(copy.target[-1][0] // per_item, copy.target[-1][1] // per_item)
-        target = self._local[tuple(place)]
+        target = _place_of(self._local, copy, elements_per_item(dtype))
         if target.element_size() == source.element_size() and dtype == target.dtype:
             target.copy_(source, non_blocking=True)
             return
@@ -146,6 +142,19 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
     count = tensor.numel() * tensor.element_size()
     memory = (ctypes.c_uint8 * count).from_address(tensor.data_ptr())
     return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def _place_of(local: torch.Tensor, copy: Copy, per_item: int) -> torch.Tensor:
+    """Return the view of a local tensor that a copy fills, its dims in the order that `axes` gives."""
+    if copy.fine:
+        strides = [step * local.stride(dim) if step else 0 for dim, step in copy.fine]
+        offset = sum(start * stride for (start, _), stride in zip(copy.target, strides, strict=True))
+        sizes = [stop - start for start, stop in copy.target]
+        return local.as_strided(sizes, strides, local.storage_offset() + offset)
+    place = [slice(start, stop) for start, stop in copy.target]
+    if per_item > 1:
+        place[-1] = slice(copy.target[-1][0] // per_item, copy.target[-1][1] // per_item)
+    return local[tuple(place)]
 
 
 def _items(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:

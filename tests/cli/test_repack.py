@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import shardferry
 from shardferry.cli.main import main
@@ -106,3 +107,15 @@ def test_torchs_rank_files_become_a_standard_checkpoint(tmp_path: Path, capsys: 
         save_file({"w": part.contiguous()}, folder / f"shard-0000{rank}-model-00001-of-00001.safetensors", info)
     assert run(capsys, str(folder), str(tmp_path / "out"))[0] == 0
     assert torch.equal(read(tmp_path / "out")["w"], whole)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_torchs_own_checkpoint_becomes_a_standard_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({**STATE, "step": 7}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    code, _, err = run(capsys, str(tmp_path / "dcp"), str(tmp_path / "out"), "--max-shard-size", "100")
+    assert (code, "1 entries are no tensors and are left out: step" in err) == (0, True)
+    saved = read(tmp_path / "out")
+    assert set(saved) == set(STATE)
+    for name, tensor in saved.items():
+        assert tensor.dtype == STATE[name].dtype
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), STATE[name].reshape(-1).view(torch.uint8)), name

@@ -8,10 +8,15 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from .pool import RankPool
 
 
 def repack(*arguments: str) -> None:
@@ -28,3 +33,22 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     repack(str(tmp_path / "source"), str(tmp_path / "two"), "--max-shard-size", "2KB", "--ranks", "2")
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / side).iterdir()} for side in ("one", "two"))
     assert one == two
+
+
+def save_with_torch(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    state = {
+        "rows": distribute_tensor(torch.arange(70.0).reshape(10, 7), mesh, [Shard(0), Shard(1)]),
+        "copies": distribute_tensor(torch.arange(6).bfloat16(), mesh, [Replicate(), Shard(0)]),
+        "plain": torch.arange(4),
+    }
+    save(state, checkpoint_id=folder)
+
+
+def test_what_ranks_saved_with_torch_two_processes_repack(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(save_with_torch, str(tmp_path / "dcp"))
+    repack(str(tmp_path / "dcp"), str(tmp_path / "out"), "--ranks", "2")
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(saved["rows"], torch.arange(70.0).reshape(10, 7))
+    assert torch.equal(saved["copies"], torch.arange(6).bfloat16())
+    assert torch.equal(saved["plain"], torch.arange(4))

@@ -58,9 +58,9 @@ def repack(  # noqa: PLR0913 - the options of the command line
 ) -> None:
     """Write the checkpoint at SOURCE anew at TARGET: a standard directory of safetensors files.
 
-    SOURCE may also be a folder of torch's rank files. Memory stays within a fixed budget however large the checkpoint
-    is. Configuration and tokenizer files are copied. With --ranks, or under torchrun, several processes share the
-    work; the result is the same.
+    SOURCE may also be what torch's distributed checkpoint writes: rank files, or a folder with .metadata. Memory stays
+    within a fixed budget however large the checkpoint is. Configuration and tokenizer files are copied. With --ranks,
+    or under torchrun, several processes share the work; the result is the same.
     """
     if ranks > 1 and "RANK" not in os.environ:
         sys.exit(_run_ranks(ranks))

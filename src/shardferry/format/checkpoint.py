@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from shardferry.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError
+from shardferry.format.distcp import is_distcp, read_distcp
 from shardferry.format.fileset import FileSet, is_rank_file, select_files, stray_files
 from shardferry.format.header import Header, RawHeader, parse_header, read_raw_header
 from shardferry.format.hubindex import HubIndex, read_hub_index
@@ -43,6 +44,8 @@ def read_checkpoint(files: Files, entry: str | None, variant: str | None) -> tup
         StorageError: If a file is there but cannot be read.
     """
     entries = () if entry is not None and not entry.endswith(".json") else files.names()
+    if entry is None and is_distcp(entries):
+        return read_distcp(files)
     chosen = _choose(entries, entry, variant)
     problems = [*chosen.problems, *inner_problems(entries)]
     hub_index = None

@@ -1,0 +1,83 @@
+"""Pieces of regions: what two have in common, what several cover, and runs of elements as regions."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from shardferry.geometry.region import Interval, Intervals, Region, make_region, overlap, select, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+def intersect(region: Region, other: Region) -> Region | None:
+    """Return the elements that both regions hold, None if there is none.
+
+    Examples:
+        >>> intersect(Region((((0, 4),), ((0, 2), (5, 7)))), Region((((3, 9),), ((1, 6),))))
+        Region(dims=(((3, 4),), ((1, 2), (5, 6))))
+    """
+    dims = []
+    for mine, theirs in zip(region.dims, other.dims, strict=True):
+        common = tuple(part for start, stop in theirs for part in overlap(mine, start, stop)[0])
+        if not common:
+            return None
+        dims.append(common)
+    return Region(tuple(dims))
+
+
+def united(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """Return fewer regions that cover the same elements; those given must be disjoint and not empty.
+
+    Regions that differ in one dim only become one. Without dims, all are the same element.
+
+    Examples:
+        >>> united([Region((((0, 4),), ((0, 2),))), Region((((0, 4),), ((2, 6),)))])
+        (Region(dims=(((0, 4),), ((0, 6),))),)
+    """
+    joined = list(dict.fromkeys(region.dims for region in regions))
+    for dim in reversed(range(len(joined[0]) if joined else 0)):
+        rest: dict[tuple[Intervals, ...], list[Interval]] = {}
+        for dims in joined:
+            rest.setdefault((*dims[:dim], *dims[dim + 1 :]), []).extend(dims[dim])
+        joined = [
+            (*others[:dim], make_region([sorted(intervals)]).dims[0], *others[dim:])
+            for others, intervals in rest.items()
+        ]
+    return tuple(Region(dims) for dims in sorted(joined))
+
+
+def run_regions(region: Region, start: int, stop: int) -> Iterator[Region]:
+    """Yield the regions that are the elements [start, stop) of a region's row-major array, in that order.
+
+    Examples:
+        >>> [piece.dims for piece in run_regions(whole((4, 5)), 3, 16)]
+        [(((0, 1),), ((3, 5),)), (((1, 3),), ((0, 5),)), (((3, 4),), ((0, 1),))]
+    """
+    if start == 0 and stop == region.num_elements:
+        yield region
+        return
+    for box in _run_boxes(region.shape, start, stop):
+        yield Region(tuple(select(held, *run) for held, run in zip(region.dims, box, strict=True)))
+
+
+def _run_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Interval, ...]]:
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        for box in _run_boxes(shape[1:], start - last * row, stop - last * row):
+            yield ((last, first), *box)
+        return
+    if start < first * row:
+        for box in _run_boxes(shape[1:], start - (first - 1) * row, row):
+            yield ((first - 1, first), *box)
+    if first < last:
+        yield ((first, last), *(dim[0] for dim in whole(shape[1:]).dims))
+    for box in _run_boxes(shape[1:], 0, stop - last * row):
+        yield ((last, last + 1), *box)

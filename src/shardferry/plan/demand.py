@@ -1,0 +1,252 @@
+"""Who wants which bytes of a checkpoint: what ranks tell each other before one of them can read for another.
+
+A rank has few different wants (a shape, and the regions of it), each for many stored tensors. It tells the wants and
+a hash of the set of tensors under each; a set that several ranks have is then sent by the first of them only. So what
+travels grows with the sharding of the model and not with names times ranks.
+
+A stored tensor is known by its unit: its number among everything stored, in the order of the files' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardferry.format.dtypes import BITS
+from shardferry.geometry.region import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardferry.format.index import CheckpointIndex
+    from shardferry.plan.load import LoadPlan
+
+    Numbers = NDArray[np.int64]
+    # By shape and regions, the units that are wanted so, ascending.
+    Wants = dict[tuple[tuple[int, ...], tuple[Region, ...]], Numbers]
+
+
+class Unit(NamedTuple):
+    """A stored tensor, or a box of one that is stored in several.
+
+    Attributes:
+        file: File, relative to the checkpoint's root.
+        start: Offset in the file of its first byte.
+        dtype: safetensors dtype.
+    """
+
+    file: str
+    start: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Everything stored that is not empty.
+
+    Attributes:
+        units: In the order of the files and of the bytes within.
+        numbers: Position in `units`, by file and start.
+        bits: Bits per element of each, shape (num_units,).
+    """
+
+    units: tuple[Unit, ...]
+    numbers: Mapping[tuple[str, int], int]
+    bits: Numbers
+
+
+class Row(NamedTuple):
+    """One want of one rank.
+
+    Attributes:
+        shape: How the stored tensors are looked at.
+        regions: What is wanted of each, different regions, ascending.
+        units: Hash of the set of units it is wanted of.
+    """
+
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What all ranks want.
+
+    Attributes:
+        rows: By rank.
+        sets: The units of every set, ascending, by hash.
+    """
+
+    rows: tuple[tuple[Row, ...], ...]
+    sets: Mapping[int, Numbers]
+
+
+class Pattern(NamedTuple):
+    """Units that the same ranks want in the same way.
+
+    Attributes:
+        shape: How they are looked at.
+        bits: Bits per element.
+        units: Ascending.
+        wants: Ranks, ascending, and the regions each wants.
+    """
+
+    shape: tuple[int, ...]
+    bits: int
+    units: Numbers
+    wants: tuple[tuple[int, tuple[Region, ...]], ...]
+
+
+def number_units(index: CheckpointIndex) -> Units:
+    """Return the units of a checkpoint; the same on every rank that has its index."""
+    order = {name: position for position, name in enumerate(index.files)}
+    found = [
+        (order[part.file], part.span[0], part.file, info.dtype)
+        for info in index.tensors.values()
+        for part in info.parts or (info,)
+        if part.span[0] < part.span[1]
+    ]
+    units = tuple(Unit(file, start, dtype) for _, start, file, dtype in sorted(found))
+    numbers = {(unit.file, unit.start): number for number, unit in enumerate(units)}
+    return Units(units, numbers, np.array([BITS[unit.dtype] for unit in units], np.int64))
+
+
+def wants_of(plan: LoadPlan, units: Units) -> Wants:
+    """Return what a rank wants, from the copies it would make by itself."""
+    regions: dict[tuple[int, tuple[int, ...]], set[Region]] = defaultdict(set)
+    for tensor in plan.tensors:
+        for copy in tensor.copies:
+            regions[units.numbers[copy.file, copy.start], copy.shape].add(copy.region)
+    found: dict[tuple[tuple[int, ...], tuple[Region, ...]], list[int]] = defaultdict(list)
+    for (unit, shape), held in sorted(regions.items()):
+        found[shape, tuple(sorted(held, key=lambda region: region.dims))].append(unit)
+    return {want: np.array(members, np.int64) for want, members in found.items()}
+
+
+def wants_to_bytes(wants: Wants) -> bytes:
+    """Return what a rank tells first: its wants, and of each the hash of the units."""
+    rows = [[shape, [region.dims for region in regions], _hash(units)] for (shape, regions), units in wants.items()]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def sets_to_bytes(wants: Wants, told: Sequence[bytes], rank: int) -> bytes:
+    """Return what a rank tells next: the sets of units of which it is the first to know the hash.
+
+    Args:
+        wants: What this rank wants.
+        told: What `wants_to_bytes` returned on every rank.
+        rank: This rank.
+    """
+    mine = {_hash(units): units for units in wants.values()}
+    sets = [mine[name] for name in _first_told(list(map(_rows, told)))[rank]]
+    counts = np.array([len(units) for units in sets], np.int32)
+    steps = [np.diff(units, prepend=0).astype(np.int32) for units in sets]
+    return zlib.compress(np.concatenate([counts, *steps]).tobytes(), 1)
+
+
+def make_demand(told: Sequence[bytes], sets: Sequence[bytes]) -> Demand:
+    """Return what all ranks want; the same on every rank.
+
+    Args:
+        told: What `wants_to_bytes` returned on every rank.
+        sets: What `sets_to_bytes` returned on every rank.
+    """
+    rows = list(map(_rows, told))
+    found: dict[int, Numbers] = {}
+    for names, data in zip(_first_told(rows), sets, strict=True):
+        numbers = np.frombuffer(zlib.decompress(data), np.int32).astype(np.int64)
+        counts, steps = numbers[: len(names)], numbers[len(names) :]
+        parts = np.split(steps, np.cumsum(counts)[:-1]) if names else []
+        found.update((name, np.cumsum(part)) for name, part in zip(names, parts, strict=True))
+    return Demand(tuple(rows), found)
+
+
+def patterns_of(demand: Demand, units: Units, shapes: Mapping[tuple[int, ...], Numbers]) -> Iterator[Pattern]:
+    """Yield the patterns of some units.
+
+    Args:
+        demand: What all ranks want.
+        units: Everything stored.
+        shapes: The units concerned, ascending, by the shape in which they are looked at.
+    """
+    tellers: dict[tuple[int, ...], dict[int, list[tuple[int, tuple[Region, ...]]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for rank, rows in enumerate(demand.rows):
+        for row in rows:
+            tellers[row.shape][row.units].append((rank, row.regions))
+    for shape, members in shapes.items():
+        # Units are alike if they are in the same sets: the sum of the sets' hashes tells.
+        signs = units.bits.astype(np.uint64)
+        for name in tellers[shape]:
+            signs[demand.sets[name]] += np.uint64(name)
+        _, first, inverse = np.unique(signs[members], return_index=True, return_inverse=True)
+        wants = _wants_at(demand, tellers[shape], members[first], len(units.units))
+        by_pattern = np.split(members[np.argsort(inverse, kind="stable")], np.cumsum(np.bincount(inverse))[:-1])
+        for alike, wanted in zip(by_pattern, wants, strict=True):
+            yield Pattern(shape, int(units.bits[alike[0]]), alike, wanted)
+
+
+def shapes_of(wants: Wants) -> dict[tuple[int, ...], Numbers]:
+    """Return the units a rank wants, ascending, by the shape in which it looks at them."""
+    found: dict[tuple[int, ...], list[Numbers]] = defaultdict(list)
+    for (shape, _), units in wants.items():
+        found[shape].append(units)
+    return {shape: np.unique(np.concatenate(parts)) for shape, parts in found.items()}
+
+
+def all_shapes(demand: Demand) -> dict[tuple[int, ...], Numbers]:
+    """Return the units that any rank wants, ascending, by the shape in which they are looked at."""
+    sets: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for rows in demand.rows:
+        for row in rows:
+            sets[row.shape].add(row.units)
+    return {shape: np.unique(np.concatenate([demand.sets[name] for name in names])) for shape, names in sets.items()}
+
+
+def _wants_at(
+    demand: Demand,
+    tellers: Mapping[int, Sequence[tuple[int, tuple[Region, ...]]]],
+    members: Numbers,
+    num_units: int,
+) -> list[tuple[tuple[int, tuple[Region, ...]], ...]]:
+    found: list[list[tuple[int, tuple[Region, ...]]]] = [[] for _ in members]
+    inside = np.zeros(num_units, np.bool_)
+    for name, told in tellers.items():
+        inside[demand.sets[name]] = True
+        for at in np.flatnonzero(inside[members]):
+            found[at].extend(told)
+        inside[demand.sets[name]] = False
+    return [tuple(sorted(wants, key=lambda want: want[0])) for wants in found]
+
+
+def _first_told(rows: Sequence[Sequence[Row]]) -> list[list[int]]:
+    """Return, by rank, the hashes that no rank before it has told, in the order told."""
+    seen: set[int] = set()
+    found = []
+    for mine in rows:
+        names = [name for name in dict.fromkeys(row.units for row in mine) if name not in seen]
+        seen.update(names)
+        found.append(names)
+    return found
+
+
+def _rows(data: bytes) -> tuple[Row, ...]:
+    return tuple(Row(tuple(shape), tuple(map(_region, regions)), units) for shape, regions, units in json.loads(data))
+
+
+def _region(dims: list[list[list[int]]]) -> Region:
+    return Region(tuple(tuple((start, stop) for start, stop in intervals) for intervals in dims))
+
+
+def _hash(units: Numbers) -> int:
+    return int.from_bytes(blake2b(units.astype("<i8").tobytes(), digest_size=8).digest(), "little")

@@ -1,0 +1,292 @@
+"""Measuring a storage: timed reads of a few sizes, made as a load makes them, of bytes that must come from it.
+
+Works on any `Store`. What may be read is a list of blocks; of a folder on this machine these are blocks of which
+the page cache holds nothing, so that the storage is measured, and nothing has to be evicted first. Nothing is evicted
+afterwards either: what the probe leaves in the page cache are bytes of the checkpoint.
+
+Each size is read at a regular stride in a region of its own, as a load reads the columns of a matrix: a kernel or a
+server that reads ahead does so here too, and no read finds what another has left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from shardferry.storage.pagecache import resident_bytes
+from shardferry.units import KIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from shardferry.storage.base import Bytes, ReadableFile, Store
+
+# More streams than this leave too little for each in 200 MB.
+MAX_STREAMS = 32
+# One block is the longest read: what local.py asks of the kernel in one call.
+BLOCK_BYTES = 4 * MIB
+# Blocks taken at most, and needed at least: with fewer there are not two reads of three sizes for each stream.
+MAX_BLOCKS = 128
+MIN_BLOCKS = 12
+MIN_BLOCKS_PER_STREAM = 2
+# Of one size; more streams than 9 read nothing longer than 1 MiB.
+MAX_SIZE_BYTES = 72 * MIB
+# Reads of one size lie at most so many times their size apart; the longest touch, as when a whole file is read.
+MAX_SPREAD = 8
+# Files looked at, and blocks asked for in each, so that a folder of any size takes milliseconds.
+MAX_FILES = 16
+MAX_ENTRIES = 10_000
+MAX_BLOCKS_LOOKED_AT = 4096
+
+
+class Size(NamedTuple):
+    """One kind of read to time.
+
+    Attributes:
+        span_bytes: Bytes of each read.
+        share: Part of the blocks in which they lie.
+        max_reads: Reads at most, but two for each stream.
+        max_seconds: No read is begun later than this.
+        alone: With one stream instead of all.
+    """
+
+    span_bytes: int
+    share: float
+    max_reads: int
+    max_seconds: float
+    alone: bool = False
+
+
+# Together at most 185 MiB, and 1.55 s, which leaves room in 2 s for the last reads. The smallest must be near the span
+# at which a request costs as much as its bytes: where that is 10 KiB, 64 KiB and more missed it by a factor of 2.4.
+SIZES = (
+    Size(16 * KIB, 0.10, 320, 0.30),
+    Size(128 * KIB, 0.15, 96, 0.25),
+    Size(MIB, 0.25, 24, 0.30),
+    Size(BLOCK_BYTES, 0.35, 18, 0.45),
+    Size(BLOCK_BYTES, 0.15, 6, 0.25, alone=True),
+)
+
+
+class Block(NamedTuple):
+    """`BLOCK_BYTES` of a file that may be read."""
+
+    file: str
+    start: int
+
+
+class Sample(NamedTuple):
+    """Reads of one size, timed; see `shardferry.plan.fit.Point`."""
+
+    span_bytes: int
+    stride_bytes: int
+    streams: int
+    seconds: float
+
+
+class Measurement(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        samples: One per size for which there were blocks and time enough.
+        read_bytes: Bytes asked for.
+        seconds: Wall time of it all.
+    """
+
+    samples: tuple[Sample, ...]
+    read_bytes: int
+    seconds: float
+
+
+def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measurement:
+    """Time reads of several sizes.
+
+    Args:
+        store: Where the files of the blocks are.
+        blocks: At least `min_blocks(streams)`, in the order of the file; each is read at most once.
+        streams: Reads in flight, `MAX_STREAMS` at most.
+
+    Raises:
+        StorageError: If a read fails.
+    """
+    begin = time.perf_counter()
+    samples: list[Sample] = []
+    read_bytes = 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(store.open(name)) for name in dict.fromkeys(block.file for block in blocks)}
+        pool = stack.enter_context(ThreadPoolExecutor(streams))
+        buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(streams)]
+        for size, region in zip(SIZES, _regions(blocks), strict=True):
+            lanes = 1 if size.alone else streams
+            stride, places = _places(size, region, lanes)
+            # Bytes cannot come faster than they did in smaller reads; is there time for one read of each stream?
+            fastest = min((sample.seconds / sample.span_bytes for sample in samples), default=0.0)
+            if not places or fastest * size.span_bytes * lanes > 2 * size.max_seconds:
+                continue
+            done, seconds = _Round(files, places, size).run(pool, buffers[:lanes])
+            samples.append(Sample(size.span_bytes, stride, lanes, seconds / done))
+            read_bytes += done * size.span_bytes
+    return Measurement(tuple(samples), read_bytes, time.perf_counter() - begin)
+
+
+def blocks_of_store(sizes: Mapping[str, int]) -> list[Block]:
+    """Return blocks of files that no page cache of this machine holds, by the files' sizes in bytes."""
+    blocks = (Block(file, start) for file, size in sizes.items() for start in _starts(size))
+    return [block for block, _ in zip(blocks, range(MAX_BLOCKS), strict=False)]
+
+
+def min_blocks(streams: int) -> int:
+    """Return how many blocks are needed to measure with so many reads in flight."""
+    return max(MIN_BLOCKS, MIN_BLOCKS_PER_STREAM * streams + 2)
+
+
+def cold_blocks(root: Path, files: Sequence[str], *, streams: int) -> tuple[list[Block], str]:
+    """Return blocks of which the page cache holds nothing, and, where they are too few, why in words.
+
+    Args:
+        root: Folder that `files` are relative to.
+        files: Those to look at.
+        streams: Reads that will be in flight.
+
+    Raises:
+        OSError: If a file cannot be opened.
+    """
+    blocks: list[Block] = []
+    held = 0
+    for file in files:
+        descriptor = os.open(root / file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for start in _starts(os.fstat(descriptor).st_size):
+                resident = resident_bytes(descriptor, start, start + BLOCK_BYTES)
+                if resident is None:
+                    return [], f"the kernel tells only the owner of '{root / file}' what the page cache holds of it"
+                if resident:
+                    held += 1
+                elif _is_stored(descriptor, start):
+                    blocks.append(Block(file, start))
+                    if len(blocks) == MAX_BLOCKS:
+                        return blocks, ""
+        finally:
+            os.close(descriptor)
+    if len(blocks) >= min_blocks(streams):
+        return blocks, ""
+    needed = format_bytes(min_blocks(streams) * BLOCK_BYTES)
+    if held:
+        free = format_bytes(len(blocks) * BLOCK_BYTES)
+        return [], f"all resident: only {free} are not in the page cache, and {needed} are needed"
+    return [], f"there is nothing large enough to read: {needed} are needed"
+
+
+def largest_files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the largest regular files in a folder, largest first.
+
+    Raises:
+        OSError: If the folder cannot be listed.
+    """
+    with os.scandir(folder) as entries:
+        found = [
+            (entry.stat().st_size, entry.name)
+            for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False)
+            if entry.is_file()
+        ]
+    return tuple(name for _, name in sorted(found, reverse=True)[:MAX_FILES])
+
+
+def keeps_pages(path: Path, block: Block) -> bool | None:
+    """Return whether the page cache holds what was just read of a block, for one who opens the file anew.
+
+    A FUSE filesystem may have no page cache (direct_io), or have it emptied whenever the file is opened.
+
+    Args:
+        path: The file.
+        block: A block of it that was read in full.
+
+    Returns:
+        None if the kernel does not say.
+
+    Raises:
+        OSError: If the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        held = resident_bytes(descriptor, block.start, block.start + BLOCK_BYTES)
+    finally:
+        os.close(descriptor)
+    return None if held is None else held > BLOCK_BYTES // 2
+
+
+class _Round:
+    """Reads of one size from all streams, until the places or the time are used up."""
+
+    def __init__(self, files: Mapping[str, ReadableFile], places: Sequence[Block], size: Size) -> None:
+        self._files = files
+        self._places = iter(places)
+        self._size = size
+        self._lock = threading.Lock()
+        self._done = 0
+
+    def run(self, pool: ThreadPoolExecutor, buffers: Sequence[Bytes]) -> tuple[int, float]:
+        """Return the number of reads made and the seconds until the last was."""
+        begin = time.perf_counter()
+        for work in [pool.submit(self._read, buffer[: self._size.span_bytes], begin) for buffer in buffers]:
+            work.result()
+        return self._done, time.perf_counter() - begin
+
+    def _read(self, out: Bytes, begin: float) -> None:
+        first = True
+        while first or time.perf_counter() - begin < self._size.max_seconds:
+            with self._lock:
+                place = next(self._places, None)
+            if place is None:
+                return
+            self._files[place.file].read_into(out, place.start, _ignore)
+            with self._lock:
+                self._done += 1
+            first = False
+
+
+def _regions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    """Yield the blocks of each size, by its share."""
+    ends = [round(len(blocks) * share) for share in accumulate(size.share for size in SIZES)]
+    for begin, end in pairwise((0, *ends)):
+        yield blocks[begin:end]
+
+
+def _places(size: Size, region: Sequence[Block], lanes: int) -> tuple[int, list[Block]]:
+    """Return the stride and the places of the reads of one size; none if there are not two for each stream."""
+    per_block = BLOCK_BYTES // size.span_bytes
+    fitting = len(region) * per_block
+    allowed = min(max(size.max_reads, 2 * lanes), MAX_SIZE_BYTES // size.span_bytes)
+    count = min(allowed, fitting) // lanes * lanes
+    if count < 2 * lanes:
+        return 0, []
+    spread = min(MAX_SPREAD, fitting // count) if per_block > 1 else 1
+    places = [
+        Block(region[at // per_block].file, region[at // per_block].start + at % per_block * size.span_bytes)
+        for at in range(0, count * spread, spread)
+    ]
+    return spread * size.span_bytes, places
+
+
+def _starts(size: int) -> range:
+    return range(0, min(size, MAX_BLOCKS_LOOKED_AT * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES)
+
+
+def _is_stored(descriptor: int, start: int) -> bool:
+    """Return whether a block has no hole: nobody has to fetch zeros."""
+    try:
+        return os.lseek(descriptor, start, os.SEEK_HOLE) >= start + BLOCK_BYTES
+    except OSError:  # the filesystem cannot tell, so it has no holes
+        return True
+
+
+def _ignore(num_bytes: int, num_requests: int) -> None:
+    """Count nothing: reads are counted here."""

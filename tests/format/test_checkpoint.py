@@ -39,6 +39,10 @@ class RecordingFiles:
     contents: dict[str, bytes]
     root: str = "memory"
     opened: set[str] = field(default_factory=set)
+    concurrency: int = 8
+
+    def version(self, name: str) -> str:
+        return f"version of {name}"
 
     def names(self) -> tuple[str, ...]:
         return MemoryFiles(self.contents).names()

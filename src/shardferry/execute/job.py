@@ -11,7 +11,6 @@ Each step succeeds on all ranks or raises on all ranks. Nothing but these four s
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -43,8 +42,7 @@ from shardferry.plan.agreement import (
 from shardferry.plan.load import LoadPlan, Wanted, plan_load
 from shardferry.plan.match import Matching, Problems, Rules, match_targets, merge_problems, natural_key, raise_problems
 from shardferry.plan.target import Target, region_of
-from shardferry.storage.files import LocalFiles
-from shardferry.storage.local import LocalStore
+from shardferry.storage.location import locate
 from shardferry.transport.together import together
 from shardferry.units import MIB
 
@@ -253,7 +251,7 @@ def _check_files(known: _Known, rank: int, path: str) -> None:
         return
     used = (table.used for other, table in enumerate(known.tables) if known.nodes[other] == node)
     names = names_in(known.index, used)
-    files = LocalFiles(_root_of(path))
+    files = locate(path).files
     for file in sorted({file for name in names for file in _files_of(known.index.tensors[name])}):
         check_file(files, file, known.index.files[file])
 
@@ -275,7 +273,8 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
         with work.mine.timed("allocate"):
             destinations = work.adapter.allocate(work.plan, meter)
         with work.mine.timed("read"):
-            threads = read_threads(work.nodes, work.group.rank)
+            where = locate(work.request.path)
+            threads = read_threads(work.nodes, work.group.rank, is_local=where.is_local)
             piece_bytes = _piece_bytes(work.plan, work.request.budget_bytes // (threads * BUFFERS_PER_THREAD))
             settings = Settings(
                 num_threads=threads,
@@ -284,7 +283,7 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
                 on_bytes=_Counter(work.mine, work.plan.bytes_wanted, work.request.on_progress),
                 check=work.group.check,
             )
-            execute_load(work.plan, destinations, LocalStore(_root_of(work.request.path)), work.files, settings)
+            execute_load(work.plan, destinations, where.open_store(work.files), work.files, settings)
         work.mine.num_tensors = len(work.plan.tensors)
         work.mine.peak_extra_bytes = meter.peak_bytes
         work.mine.num_cast, work.mine.num_overflowed = work.adapter.cast_counts()
@@ -316,11 +315,6 @@ class _Counter:
             self._mine.requests += requests
             if self._on_progress is not None:
                 self._on_progress(Progress(self._mine.rank, self._mine.bytes_wanted, self._total))
-
-
-def _root_of(path: str) -> str:
-    """Return the directory that file names are relative to."""
-    return path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))  # noqa: PTH112, PTH120, PTH100
 
 
 def _files_of(info: TensorInfo) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from shardferry.format.checkpoint import read_checkpoint
 from shardferry.format.problem import Problem, refusal, remarks
 from shardferry.format.savenames import outer_problems
 from shardferry.storage.files import LocalFiles
+from shardferry.storage.location import Location, is_remote, local_path, locate
 
 if TYPE_CHECKING:
     from shardferry.format.index import CheckpointIndex
@@ -30,7 +31,9 @@ def open_checkpoint(
     Args:
         path: A safetensors file; a folder with or without an index, a snapshot of the Hugging Face cache, a folder of
             PyTorch's rank files; or an index file. A folder with both `model.safetensors` and an index is refused:
-            name one of the two.
+            name one of the two. A URL of one of these: `file://`, `s3://`, `gs://`, `az://`, `http(s)://`,
+            `hf://org/name[@revision]`. A bare `org/name` that is no path is looked for in the local Hugging Face cache,
+            then on the Hub.
         strict: False goes on where the format forbids what common readers load; every such choice becomes a warning.
         variant: Which variant to open of a folder that holds several, e.g. `"fp16"` for `model.fp16.safetensors`.
 
@@ -65,37 +68,35 @@ def survey_checkpoint(
         StorageError: If a file is there but cannot be read.
         InvalidInputError: If `variant` is given for a single file.
     """
-    where = Path(path).absolute()  # not resolved: the name of a link counts, not the name of its target
-    entry = None
-    files = LocalFiles(str(where))
-    try:
-        is_folder = where.is_dir()
-    except OSError as error:  # no permission on the way, a name too long
-        raise StorageError(f"{where} cannot be looked at: {error.strerror}") from error
-    if not is_folder:
-        entry = where.name
-        files = LocalFiles(str(where.parent))
-        _check_there(files, entry, where)
+    where = locate(path, variant)
+    if where.entry is not None:
+        _check_there(where, where.entry)
         if variant is not None:
-            raise InvalidInputError(f"variant={variant!r} chooses among the files of a folder, but {where} is a file")
-    index, problems = read_checkpoint(files, entry, variant)
+            file = f"{where.root}/{where.entry}"
+            raise InvalidInputError(f"variant={variant!r} chooses among the files of a folder, but {file} is a file")
+    index, problems = read_checkpoint(where.files, where.entry, variant)
     return index, tuple(problems)
 
 
 def survey_surroundings(path: str | os.PathLike[str]) -> tuple[Problem, ...]:
-    """Return what lies beside a checkpoint and shows that a save to it is running or was interrupted."""
+    """Return what lies beside a checkpoint and shows that a save to it is running or was interrupted.
+
+    Nothing does in an object store: what a save puts there is inside.
+    """
+    if is_remote(path):
+        return ()
     try:
-        where = Path(path).resolve()
+        where = Path(local_path(path)).resolve()
         return tuple(outer_problems(LocalFiles(str(where.parent)).names(), where.name))
     except (CheckpointNotFoundError, StorageError, ValueError):
         return ()  # who may not list the parent sees the checkpoint all the same; ValueError: a NUL in the path
 
 
-def _check_there(files: LocalFiles, entry: str, where: Path) -> None:
+def _check_there(where: Location, entry: str) -> None:
     try:
-        files.size(entry)
+        where.files.size(entry)
     except CheckpointNotFoundError as error:
-        beside = survey_surroundings(where)
+        beside = survey_surroundings(f"{where.root}/{entry}")
         if not beside:
             raise
         raise CheckpointNotFoundError(f"{error}; beside it, {beside[0].message}") from error

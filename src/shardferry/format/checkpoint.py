@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from shardferry.format.files import Files
-
-# Headers under way at once: hides the latency of network file systems; bounds memory to so many headers of 100 MB.
-_READERS = 8
 
 
 def read_checkpoint(files: Files, entry: str | None, variant: str | None) -> tuple[CheckpointIndex, list[Problem]]:
@@ -63,7 +61,7 @@ def read_checkpoint(files: Files, entry: str | None, variant: str | None) -> tup
     problems += found
     if hub_index is not None and chosen.index is not None:
         problems += _compare(hub_index, chosen.index, headers, tensors)
-    infos = {file: header.info for file, header in headers.items()}
+    infos = {file: replace(header.info, version=files.version(file)) for file, header in headers.items()}
     return CheckpointIndex(files.root, tensors, infos, _merge_metadata(headers)), problems
 
 
@@ -122,8 +120,8 @@ def _raw_headers(files: Files, names: Sequence[str]) -> Iterator[tuple[str, RawH
         return
     waiting: deque[tuple[str, Future[RawHeader | Problem]]] = deque()
     rest = iter(names)
-    with ThreadPoolExecutor(_READERS) as pool:
-        waiting.extend((name, pool.submit(_raw_header, files, name)) for name in islice(rest, _READERS))
+    with ThreadPoolExecutor(files.concurrency) as pool:
+        waiting.extend((name, pool.submit(_raw_header, files, name)) for name in islice(rest, files.concurrency))
         while waiting:
             name, future = waiting.popleft()
             raw = future.result()

@@ -15,6 +15,13 @@ class Files(Protocol):
     def root(self) -> str:
         """Where the files are, as messages name it."""
 
+    @property
+    def concurrency(self) -> int:
+        """How many files are worth asking for at the same time."""
+
+    def version(self, name: str) -> str:
+        """Return what the place calls the content of a file whose size was asked, e.g. its ETag; empty if nothing."""
+
     def names(self) -> tuple[str, ...]:
         """Return the entries directly inside the root, folders included, in any order."""
 

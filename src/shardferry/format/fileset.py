@@ -103,6 +103,16 @@ def select_files(entries: Sequence[str], variant: str | None) -> FileSet:
     return FileSet(None, tuple(pool), _named(found))
 
 
+def likely_names(variant: str | None) -> tuple[str, ...]:
+    """Return the names by which a checkpoint is found where nothing can be listed.
+
+    Examples:
+        >>> likely_names(None)[:2]
+        ('model.safetensors.index.json', 'model.safetensors')
+    """
+    return tuple(name for stem in STEMS for name in (_index_name(stem, variant), _single_name(stem, variant)))
+
+
 def stray_files(entries: Sequence[str], index: str | None, used: Collection[str]) -> list[str]:
     """Return numbered shard files that the checkpoint does not use although they look like a part of it.
 

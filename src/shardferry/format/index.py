@@ -64,11 +64,13 @@ class FileInfo:
         size: Size of the file in bytes.
         header_bytes: Length of the header, its 8-byte length field included: where the data begins.
         header_sha256: Hex digest of these bytes.
+        version: What the place it is in calls this content, as the ETag of an object; empty where there is no such.
     """
 
     size: int
     header_bytes: int
     header_sha256: str
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class CheckpointIndex:
         infos = self.tensors.values()
         columns = {
             "root": self.root,
-            "files": [[name, f.size, f.header_bytes, f.header_sha256] for name, f in self.files.items()],
+            "files": [[name, f.size, f.header_bytes, f.header_sha256, f.version] for name, f in self.files.items()],
             "metadata": self.metadata,
             "warnings": self.warnings,
             "names": list(self.tensors),
@@ -122,7 +124,7 @@ class CheckpointIndex:
     def from_bytes(cls, packed: bytes) -> CheckpointIndex:
         """Return the index that `to_bytes` packed; for bytes of another rank of the job, not for untrusted ones."""
         columns = json.loads(zlib.decompress(packed))
-        files = {name: FileInfo(size, length, digest) for name, size, length, digest in columns["files"]}
+        files = {name: FileInfo(*info) for name, *info in columns["files"]}
         file_names = list(files)
         parts = {
             name: tuple(

@@ -1,0 +1,178 @@
+"""What is behind the path of a checkpoint: a folder of this machine, an object store, a web server or the Hub."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote, urlsplit
+
+from shardferry.errors import CheckpointNotFoundError, InvalidInputError, StorageError
+from shardferry.format.fileset import likely_names
+from shardferry.storage.files import LocalFiles
+from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, filesystem_type
+from shardferry.storage.hubpath import HubPath, cached_snapshot, is_offline, parse_hub_path
+from shardferry.storage.url import HTTP_SCHEMES, parse_url, redact, scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardferry.format.files import Files
+    from shardferry.format.index import FileInfo
+    from shardferry.storage.base import Store
+    from shardferry.storage.object import Source
+
+Kind = Literal["local", "network_mount", "object_store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a checkpoint is.
+
+    Attributes:
+        root: What file names are relative to, as messages name it: a path, or a URL without secrets.
+        entry: The file that the path names; None for a folder.
+        files: Reads headers and indexes.
+        open_store: Makes what reads tensors, from the files that the job has agreed to read.
+        kind: What kind of storage it is; the name of its cost preset.
+    """
+
+    root: str
+    entry: str | None
+    files: Files
+    open_store: Callable[[Mapping[str, FileInfo]], Store]
+    kind: Kind
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path of the file system, network mounts among them."""
+        return self.kind != "object_store"
+
+    @property
+    def has_page_cache(self) -> bool:
+        """Whether ranks of one node that read the same bytes fetch them once."""
+        return self.is_local
+
+
+def locate(path: str | os.PathLike[str], variant: str | None = None) -> Location:
+    """Return what is behind a path or URL. Nothing is read from it yet, and no connection is made.
+
+    Args:
+        path: A path, `file://`, `s3://`, `gs://`, `az://`, `http(s)://`, `hf://org/name[@revision]`, or a bare
+            `org/name` that is no path here but in the local Hugging Face cache, or else on the Hub.
+        variant: Variant of the file names to look for where nothing can be listed.
+
+    Raises:
+        InvalidInputError: If it is a URL of an unknown scheme or without a host, or a package is missing.
+        CheckpointNotFoundError: If `hf://` names a repository that is not in the cache, and the Hub may not be asked.
+        StorageError: If a path cannot be looked at.
+    """
+    text = os.fspath(path)
+    scheme = scheme_of(text)
+    if scheme is None:
+        hub = parse_hub_path(text)
+        if hub is not None and not os.path.lexists(text):
+            return _locate_hub(hub) if cached_snapshot(hub) or not is_offline() else _locate_local(text)
+        return _locate_local(text)
+    if scheme == "file":
+        return _locate_local(_path_of(text))
+    if scheme == "hf":
+        hub = parse_hub_path(text)
+        if hub is None:
+            raise InvalidInputError(f"{text} must be hf://org/name, hf://org/name@revision, or a file of one")
+        return _locate_hub(hub)
+    from shardferry.storage.client import PATIENCE  # noqa: PLC0415 - as in `_local_store`
+    from shardferry.storage.object import ObjectSource, WebSource  # noqa: PLC0415
+
+    url = parse_url(text)
+    if scheme in HTTP_SCHEMES:
+        return _remote(WebSource(url.folder, PATIENCE, likely_names(variant)), url.entry)
+    return _remote(ObjectSource(url.folder, PATIENCE), url.entry)
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL of something that is not on this machine's file systems.
+
+    Raises:
+        InvalidInputError: If it is a URL of an unknown scheme.
+    """
+    return scheme_of(os.fspath(path)) not in (None, "file")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the path that a path or a `file://` URL names.
+
+    Raises:
+        InvalidInputError: If it is another URL.
+    """
+    text = os.fspath(path)
+    scheme = scheme_of(text)
+    if scheme is None:
+        return text
+    if scheme != "file":
+        raise InvalidInputError(f"{redact(text)} is not on a file system of this machine, as is needed here")
+    return _path_of(text)
+
+
+def _path_of(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise InvalidInputError(f"{url} names a file of host {parts.netloc}: only files of this machine can be opened")
+    return unquote(parts.path)
+
+
+def _locate_local(path: str) -> Location:
+    where = Path(path).absolute()  # not resolved: the name of a link counts, not the name of its target
+    try:
+        is_folder = where.is_dir()
+    except OSError as error:  # no permission on the way, a name too long
+        raise StorageError(f"{where} cannot be looked at: {error.strerror}") from error
+    root = str(where if is_folder else where.parent)
+    return Location(root, None if is_folder else where.name, LocalFiles(root), partial(_local_store, root), _kind(root))
+
+
+def _local_store(root: str, _: Mapping[str, FileInfo]) -> Store:
+    from shardferry.storage.local import LocalStore  # noqa: PLC0415 - who only opens a checkpoint needs no NumPy
+
+    return LocalStore(root)
+
+
+def _kind(root: str) -> Kind:
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return "local"  # it will be said when it is opened
+    try:
+        return "local" if filesystem_type(descriptor) in LOCAL_FILESYSTEMS else "network_mount"
+    finally:
+        os.close(descriptor)
+
+
+def _locate_hub(hub: HubPath) -> Location:
+    snapshot = cached_snapshot(hub)
+    if snapshot is not None:
+        return _locate_local(f"{snapshot}/{hub.entry}" if hub.entry else snapshot)
+    if is_offline():
+        raise CheckpointNotFoundError(
+            f"hf://{hub.repo} is not in the local Hugging Face cache, and the Hub may not be asked: HF_HUB_OFFLINE is "
+            "set, or huggingface_hub is not installed (pip install 'shardferry[cloud]')"
+        )
+    from shardferry.storage.client import PATIENCE  # noqa: PLC0415 - as in `_local_store`
+    from shardferry.storage.hub import HubSource  # noqa: PLC0415
+
+    return _remote(HubSource(hub, PATIENCE), hub.entry)
+
+
+def _remote(source: Source, entry: str | None) -> Location:
+    from shardferry.storage.client import OPEN_PATIENCE, PATIENCE  # noqa: PLC0415 - as in `_local_store`
+    from shardferry.storage.object import ObjectFiles, ObjectStore  # noqa: PLC0415
+
+    return Location(
+        root=source.root,
+        entry=entry,
+        files=ObjectFiles(source, OPEN_PATIENCE),
+        open_store=lambda files: ObjectStore(source, files, PATIENCE),
+        kind="object_store",
+    )

@@ -26,6 +26,8 @@ class Target:
         local_shape: Shape of what this rank holds, counted likewise.
         layouts: The layouts its notation can mean, nearly always one; empty for a tensor nobody declared to be cut,
             of which this rank holds the whole.
+        part: Which of the parts of the tensor, from 0, if a rank holds several that make no single region, or in
+            memories of their own, as a process with several devices does. Every part is a target.
     """
 
     names: tuple[str, ...]
@@ -33,11 +35,12 @@ class Target:
     shape: tuple[int, ...] | None
     local_shape: tuple[int, ...]
     layouts: tuple[Layout, ...] = ()
+    part: int = 0
 
     @property
     def name(self) -> str:
-        """The name errors and reports use."""
-        return self.names[0]
+        """What this memory is called, on all ranks alike; no two targets have the same."""
+        return f"{self.names[0]} (part {self.part + 1})" if self.part else self.names[0]
 
 
 def region_of(layout: Layout | None, shape: tuple[int, ...], rank: int) -> Region | None:

@@ -6,9 +6,6 @@ process group was made with matter here.
 
 from __future__ import annotations
 
-import functools
-import ipaddress
-import socket
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported without __all__
 
+from shardferry.transport.address import address_towards
 from shardferry.transport.connect import LOOPBACK, connect
 from shardferry.transport.host import this_host
 from shardferry.transport.solo import SoloGroup
@@ -25,10 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardferry.transport.base import Group
-
-# An address that is never assigned (RFC 5737): asking for the way to it gives the address on the default route, and a
-# UDP socket sends nothing to find out.
-UNASSIGNED_ADDRESS = "192.0.2.1"
 
 # Looking for a key costs 0.1 ms; a guess: the first looks come quickly, later ones spare a store with a thousand ranks.
 FIRST_LOOK_S = 0.001
@@ -139,31 +133,4 @@ def _address_towards(store: Store) -> str:
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return LOOPBACK
-    address = _address_on_way_to(store.host, store.port) or LOOPBACK
-    # Some distributions map a machine's own name to the loopback address; the other machines know better.
-    if ipaddress.ip_address(address).is_loopback and not _means_loopback(store.host):
-        return _address_on_way_to(UNASSIGNED_ADDRESS, store.port) or address
-    return address
-
-
-def _means_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-@functools.cache  # a look-up may take seconds, and the way does not change while a job runs
-def _address_on_way_to(host: str, port: int) -> str | None:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, target in found:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(target)
-            except OSError:
-                continue  # no way to this one; the next may have
-            return str(probe.getsockname()[0])
-    return None
+    return address_towards(store.host, store.port)

@@ -1,0 +1,102 @@
+"""Loads in real JAX jobs of several processes with several devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+import shardferry.jax as sf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .pool import JaxJobs
+
+# Shapes that divide by 8 in the dims that are cut; bytes are random, so NaNs of every kind are among them.
+SHAPES = {
+    "tall": (64, 24),
+    "wide": (8, 4096),
+    "thin": (512, 16),
+    "three": (4, 8, 8),
+    "norm": (40,),
+    "scalar": (),
+    "empty": (0, 8),
+    "odd": (7, 8),
+}
+DTYPES = ("uint16", "uint32")
+# Per tensor the specs it can have on a mesh of axes a and b, whose product is 8.
+SPECS: dict[str, list[tuple[Any, ...]]] = {
+    "tall": [(), ("a",), ("b",), (("a", "b"),), (("b", "a"),), ("a", "b"), ("b", "a")],
+    "wide": [(None, "a"), (None, ("b", "a")), (None, ("a", "b")), ("a", "b"), ()],
+    "thin": [(None, "a"), (None, ("b", "a")), ("b", "a"), ("a", "b")],
+    "three": [("a", None, "b"), (None, ("a", "b")), (None, "b", None)],
+    "norm": [("a",), (("b", "a"),), ()],
+    "scalar": [()],
+    "empty": [("a",), (), (None, "b")],
+    "odd": [(None, "a"), ()],
+}
+
+
+def save(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    tensors = {
+        f"{name}.{dtype}": np.frombuffer(random.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(
+            shape
+        )
+        for name, shape in SHAPES.items()
+        for dtype in DTYPES
+    }
+    save_file(tensors, folder / "model.safetensors")
+
+
+def load_every_spec(path: str, mesh_shape: tuple[int, int], order: list[int]) -> list[str]:
+    """Load all tensors under all specs and return what is not as NumPy cuts it."""
+    mesh = Mesh(np.array(jax.devices())[order].reshape(mesh_shape), ("a", "b"))
+    stored = load_file(f"{path}/model.safetensors")
+    target, names = {}, {}
+    for name, array in stored.items():
+        for spec in SPECS[name.split(".")[0]]:
+            key = f"{name} {spec}".replace(".", "_")
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
+            target[key] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            names[key] = name
+    wrong = []
+    # One spec of each tensor at a time: two arrays of a tree do not have the same name.
+    for at in range(max(map(len, SPECS.values()))):
+        chosen = {}
+        for name in stored:
+            keys = [key for key in target if names[key] == name]
+            chosen[keys[at % len(keys)]] = target[keys[at % len(keys)]]
+        made = sf.load(path, chosen, names=names.get)
+        for key, array in made.items():
+            right = stored[names[key]]
+            if array.sharding != chosen[key].sharding or array.dtype != right.dtype:
+                wrong.append(f"{key}: {array.sharding}")
+            wrong += [
+                f"{key}: {shard.index}"
+                for shard in array.addressable_shards
+                if np.asarray(shard.data).tobytes() != right[shard.index].tobytes()
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "mesh_shape", "order"),
+    [
+        (2, 4, (4, 2), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (2, 4, (2, 4), [0, 4, 1, 5, 2, 6, 3, 7]),
+        (2, 4, (2, 4), [0, 1, 5, 4, 6, 7, 2, 3]),
+        (4, 2, (4, 2), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (4, 2, (2, 4), [0, 2, 4, 6, 1, 3, 5, 7]),
+    ],
+)
+def test_every_process_gets_what_its_devices_hold(  # noqa: PLR0917 - fixtures and parameters
+    jax_job: JaxJobs, tmp_path: Path, processes: int, devices: int, mesh_shape: tuple[int, int], order: list[int]
+) -> None:
+    save(tmp_path)
+    assert jax_job(processes, devices).run(load_every_spec, str(tmp_path), mesh_shape, order) == [[]] * processes

@@ -1,0 +1,197 @@
+"""Price the ways of reading a checkpoint for a job, and choose the cheapest.
+
+Four ways: *independent*, every rank reads its own bytes; *whole files*, every node reads all of each file it needs
+anything of (only for comparison: independent reading bridges holes that are cheaper than a seek, and so never costs
+more); *read-once per node* and *read-once per job*, in which each byte is read by one rank of the node or the job
+and then exchanged. A price is bytes, requests and seconds, computed from the job's patterns and a `CostModel`.
+
+The time to read is the longest of what one node's link, all nodes together, and the request streams of one node take;
+a request costs `seek_bytes` of one stream. The time to exchange is the longest of what a node receives from others
+and a rank from its own node. Both overlap but for one round. This is a model: it ranks ways of reading, and it does
+not promise seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from shardferry.plan.cost import EXACT_PIECE_BYTES, MAX_ROW_BYTES
+from shardferry.plan.patterns import shape_job
+from shardferry.plan.volumes import (
+    volume_independent,
+    volume_once,
+    volume_whole,
+    wanted_by_any,
+    wanted_by_rank,
+)
+from shardferry.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardferry.format.index import CheckpointIndex
+    from shardferry.plan.catalogue import Held
+    from shardferry.plan.costmodel import CostModel
+    from shardferry.plan.patterns import Ints
+    from shardferry.plan.volumes import Volume
+
+Strategy = Literal["independent", "whole files", "read-once per node", "read-once per job"]
+ReadOnce = Literal["auto", "always", "never"]
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+# What a load may take; of equal prices the first.
+_CANDIDATES: dict[ReadOnce, tuple[Strategy, ...]] = {
+    "auto": ("independent", "read-once per node", "read-once per job"),
+    "always": ("read-once per node", "read-once per job"),
+    "never": ("independent",),
+}
+# What a process exchanges at a time.
+EXCHANGE_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Price:
+    """What one way of reading costs.
+
+    Attributes:
+        strategy: The way.
+        storage_bytes: Bytes that cross the storage link, over the job: the egress.
+        node_bytes: Shape (num_nodes,): the same by node.
+        node_requests: Shape (num_nodes,): runs of bytes read from storage; a long run is one however it is cut.
+        rank_bytes: Shape (world_size,): bytes each rank reads, out of a page cache included.
+        received_remote: Shape (num_nodes,): bytes that ranks of a node receive from other nodes.
+        received_local: Shape (world_size,): bytes a rank receives from ranks of its own node.
+        storage_s: Predicted seconds to read.
+        exchange_s: Predicted seconds to exchange.
+        seconds: Predicted seconds of both, overlapped.
+    """
+
+    strategy: Strategy
+    storage_bytes: int
+    node_bytes: Ints
+    node_requests: Ints
+    rank_bytes: Ints
+    received_remote: Ints
+    received_local: Ints
+    storage_s: float
+    exchange_s: float
+    seconds: float
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes received over the job, from other nodes and from the own."""
+        return int(self.received_remote.sum() + self.received_local.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    """The ways to read a checkpoint for a job, and which one to take.
+
+    Attributes:
+        nodes: Node of every rank.
+        cost: The numbers it was priced with.
+        bytes_wanted: Bytes that some rank wants, each counted once: less can't cross the storage link.
+        rank_wanted: Shape (world_size,): bytes each rank wants.
+        prices: One per strategy.
+        chosen: The way to take.
+        why: The numbers that decided, in a sentence.
+    """
+
+    nodes: tuple[int, ...]
+    cost: CostModel
+    bytes_wanted: int
+    rank_wanted: Ints
+    prices: tuple[Price, ...]
+    chosen: Strategy
+    why: str
+
+    def price(self, strategy: Strategy) -> Price:
+        """Return the price of one way."""
+        return self.prices[STRATEGIES.index(strategy)]
+
+    @property
+    def egress_bytes(self) -> int:
+        """Bytes that will cross the storage link."""
+        return self.price(self.chosen).storage_bytes
+
+
+def choose_strategy(
+    job: Mapping[str, Held],
+    index: CheckpointIndex,
+    nodes: Sequence[int],
+    cost: CostModel,
+    *,
+    read_once: ReadOnce = "auto",
+    exchange_bytes: int = EXCHANGE_BYTES,
+) -> Estimate:
+    """Return what each way of reading costs a job, and the one to take. The same on every rank.
+
+    Args:
+        job: What every rank holds, by checkpoint name, in any order.
+        index: Where it is stored.
+        nodes: Node of every rank, counted from 0.
+        cost: Of storage and interconnect; the same on every rank.
+        read_once: `"auto"` takes the cheapest way, `"always"` the cheapest that reads each byte once, `"never"`
+            independent reading.
+        exchange_bytes: Bytes a process exchanges at a time.
+
+    Raises:
+        ShardingError: If a rank's part cannot be read; names the tensor.
+    """
+    shape = shape_job(job, index, world_size=len(nodes), seek_bytes=cost.seek_bytes)
+    node_of = np.array(nodes, np.int64)
+    volumes = (
+        volume_independent(shape, node_of, cost.seek_bytes, has_page_cache=cost.has_page_cache),
+        volume_whole(shape, node_of, has_page_cache=cost.has_page_cache),
+        volume_once(shape, node_of, node_of, thin_bytes=thin_bytes(cost)),
+        volume_once(shape, node_of, np.zeros_like(node_of), thin_bytes=thin_bytes(cost)),
+    )
+    prices = tuple(
+        _priced(strategy, volume, cost, exchange_bytes) for strategy, volume in zip(STRATEGIES, volumes, strict=True)
+    )
+    candidates = [prices[STRATEGIES.index(strategy)] for strategy in _CANDIDATES[read_once]]
+    best = min(candidates, key=lambda price: price.seconds)
+    why = _why(best, candidates)
+    return Estimate(tuple(nodes), cost, wanted_by_any(shape), wanted_by_rank(shape), prices, best.strategy, why)
+
+
+def thin_bytes(cost: CostModel) -> int:
+    """Return below how many bytes, on average, runs are read in whole rows and exchanged."""
+    return max(EXACT_PIECE_BYTES, min(cost.seek_bytes, MAX_ROW_BYTES))
+
+
+def _priced(strategy: Strategy, volume: Volume, cost: CostModel, exchange_bytes: int) -> Price:
+    streams = cost.stream_bandwidth * cost.streams
+    seeking = volume.node_bytes + volume.node_requests * float(cost.seek_bytes)
+    storage_s = max(
+        float(np.max(volume.node_bytes, initial=0)) / cost.node_bandwidth,
+        float(np.max(seeking, initial=0)) / streams,
+        float(volume.node_bytes.sum()) / cost.shared_bandwidth,
+    )
+    exchange_s = max(
+        float(np.max(volume.received_remote, initial=0)) / cost.interconnect_bandwidth,
+        float(np.max(volume.received_local, initial=0)) / cost.local_bandwidth,
+    )
+    most = int(np.max(volume.rank_bytes, initial=0))
+    rounds = max(1, -(-most // exchange_bytes))
+    seconds = max(storage_s, exchange_s) + min(storage_s, exchange_s) / rounds
+    return Price(strategy, int(volume.node_bytes.sum()), *volume, storage_s, exchange_s, seconds)
+
+
+def _why(best: Price, candidates: Sequence[Price]) -> str:
+    """Say what decided: where the time goes on the way taken, and on the best of the others."""
+    others = sorted((price for price in candidates if price is not best), key=lambda price: price.seconds)
+    if not others:
+        return f"{best.strategy}, as asked: {_spent(best)}"
+    return f"{best.strategy}: {_spent(best)}; {others[0].strategy} would take {_spent(others[0])}"
+
+
+def _spent(price: Price) -> str:
+    exchange = ""
+    if price.exchange_bytes:
+        exchange = f" and {format_bytes(price.exchange_bytes)} exchanged ({price.exchange_s:.3g} s)"
+    read = f"{format_bytes(price.storage_bytes)} from storage ({price.storage_s:.3g} s)"
+    return f"{price.seconds:.3g} s, {read}{exchange}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +12,7 @@ from shardferry.cli.progress import progress_bar
 from shardferry.execute.diff import CheckpointDiff, diff_checkpoints, diff_headers
 from shardferry.execute.open import open_checkpoint
 from shardferry.format.problem import shown
+from shardferry.storage.url import redact
 from shardferry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a")
+@click.argument("b")
 @click.option("--headers-only", is_flag=True, help="Compare names, dtypes and shapes, and read no tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--no-strict", is_flag=True, help="Go on where only the strict rules of the format are broken.")
-def diff(a: Path, b: Path, *, headers_only: bool, as_json: bool, no_strict: bool) -> None:
+def diff(a: str, b: str, *, headers_only: bool, as_json: bool, no_strict: bool) -> None:
     """Compare the tensors of the checkpoints at A and B. Exits with 0 if they are the same, with 1 if not.
 
-    Each may be a file, a folder or an index. Names, dtypes, shapes and bytes are compared; the files that tensors lie
-    in, their order and the metadata are not. Of a tensor whose bytes differ the first differing element is shown: how
-    many elements lie before it, row-major, and its position. Tensors are read in pieces, however large they are.
+    Each may be a file, a folder, an index, or a URL of one. Names, dtypes, shapes and bytes are compared; the files
+    that tensors lie in, their order and the metadata are not. Of a tensor whose bytes differ the first differing
+    element is shown: how many elements lie before it, row-major, and its position. Tensors are read in pieces, however
+    large they are.
 
     The JSON object has the keys a, b, equal, num_alike and num_bytes (of the tensors of the same dtype and shape),
     only_in_a, only_in_b, and by tensor dtypes and shapes (in A and B) and bytes (offset and position of the first
@@ -45,7 +46,7 @@ def diff(a: Path, b: Path, *, headers_only: bool, as_json: bool, no_strict: bool
         with progress_bar("comparing") as show:
             found = diff_checkpoints(*indexes, on_progress=show)
     if as_json:
-        click.echo(json.dumps({"a": str(a), "b": str(b), **_as_json(found, indexes[0])}))
+        click.echo(json.dumps({"a": redact(a), "b": redact(b), **_as_json(found, indexes[0])}))
     else:
         for line in _lines(found):
             click.echo(line)

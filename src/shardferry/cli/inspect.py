@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from shardferry.execute.open import open_checkpoint
 from shardferry.format.problem import shown
+from shardferry.storage.url import redact
 from shardferry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ class _Kind(NamedTuple):
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--tensors", "every_tensor", is_flag=True, help="List every tensor instead of a summary by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--variant", help="The variant to open, e.g. fp16 for model.fp16.safetensors.")
 @click.option("--no-strict", is_flag=True, help="Go on where only the strict rules of the format are broken.")
-def inspect(path: Path, *, every_tensor: bool, as_json: bool, variant: str | None, no_strict: bool) -> None:
-    """Show what is in the checkpoint at PATH: a file, a folder or an index. Only headers are read.
+def inspect(path: str, *, every_tensor: bool, as_json: bool, variant: str | None, no_strict: bool) -> None:
+    """Show what is in the checkpoint at PATH: a file, a folder, an index, or a URL. Only headers are read.
 
     The summary has one line per layer pattern: every number in a name becomes *, and tensors of the same pattern, dtype
     and shape are counted together. The JSON object has the keys path, num_tensors, num_bytes, tensors (dtype, shape,
@@ -66,9 +66,9 @@ def inspect(path: Path, *, every_tensor: bool, as_json: bool, variant: str | Non
     click.echo(f"{_counted(len(index.files), 'file')}, {format_bytes(size)}, of it headers {format_bytes(headers)}")
 
 
-def _as_json(index: CheckpointIndex, path: Path) -> dict[str, object]:
+def _as_json(index: CheckpointIndex, path: str) -> dict[str, object]:
     return {
-        "path": str(path),
+        "path": redact(path),
         "num_tensors": len(index.tensors),
         "num_bytes": index.num_bytes,
         "tensors": {name: _tensor_as_json(info) for name, info in index.tensors.items()},

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -17,6 +16,7 @@ from shardferry.execute.open import open_checkpoint
 from shardferry.execute.repack import RepackAdapter, rename
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.plan.packing import parse_size
+from shardferry.storage.url import redact
 from shardferry.transport.solo import SoloGroup
 from shardferry.units import MIB, format_bytes
 
@@ -33,8 +33,8 @@ TIMEOUT_S = 600.0
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source")
+@click.argument("target")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Most bytes of tensors in a file.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Cast floating tensors to this dtype (needs torch).")
 @click.option("--rename", "renames", multiple=True, metavar="REGEX=REPL", help="Rename tensors; may be repeated.")
@@ -45,8 +45,8 @@ TIMEOUT_S = 600.0
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 def repack(  # noqa: PLR0913 - the options of the command line
     *,
-    source: Path,
-    target: Path,
+    source: str,
+    target: str,
     max_shard_size: str,
     dtype: str | None,
     renames: tuple[str, ...],
@@ -117,7 +117,7 @@ def _group() -> Iterator[Group]:
         yield group
 
 
-def _summary(report: SaveReport, target: Path) -> str:
+def _summary(report: SaveReport, target: str) -> str:
     total = report.total
     seconds = total.seconds["write"] + total.seconds["sync"]
-    return f"{target}: {format_bytes(total.bytes_written)} in {len(report.files)} files, {seconds:.1f} s"
+    return f"{redact(target)}: {format_bytes(total.bytes_written)} in {len(report.files)} files, {seconds:.1f} s"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import click
 
 from shardferry.execute.open import survey_checkpoint, survey_surroundings
+from shardferry.storage.url import redact
 
 # What a severity is called in the output; only a warning leaves the check passed.
 _LABELS = {"missing": "missing", "fatal": "error", "strict": "error", "verify": "error", "warning": "warning"}
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("--variant", help="The variant to check, e.g. fp16 for model.fp16.safetensors.")
-def verify(path: Path, *, as_json: bool, variant: str | None) -> None:
+def verify(path: str, *, as_json: bool, variant: str | None) -> None:
     """Check the checkpoint at PATH and print everything that is wrong with it. Exits with 1 if anything is.
 
     Stricter than loading: leftover shard files that the index does not name, and what an interrupted save has left,
@@ -31,7 +31,7 @@ def verify(path: Path, *, as_json: bool, variant: str | None) -> None:
     wrong = sum(problem.severity != "warning" for problem in problems)
     if as_json:
         result = {
-            "path": str(path),
+            "path": redact(path),
             "ok": wrong == 0,
             "num_tensors": len(index.tensors),
             "num_files": len(index.files),

@@ -17,7 +17,7 @@ from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import box
 from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
 from shardferry.plan.load import Wanted, plan_load
-from shardferry.storage.local import LocalStore
+from shardferry.storage.location import locate
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # What is read at a time of a box that does not lie in one run of the memory; also what that takes of extra memory.
 PIECE_BYTES = 4 * MIB
+# Requests to an object store at the same time, a guess: two pieces of a round in flight for each.
+REMOTE_THREADS = 8
 
 
 class Part(NamedTuple):
@@ -63,14 +65,15 @@ def gather(index: CheckpointIndex, parts: Mapping[str, Part]) -> None:
     infos = {key: index.tensors[part.name] for key, part in parts.items()}
     wanted = (Wanted(key, Stored(part.name, infos[key].shape), part.region) for key, part in parts.items())
     destinations = {key: _Memory(part.out, part.region.shape, BITS[infos[key].dtype]) for key, part in parts.items()}
+    where = locate(index.root)
     settings = Settings(
-        num_threads=1,
+        num_threads=1 if where.is_local else REMOTE_THREADS,
         piece_bytes=PIECE_BYTES,
         staging=lambda: [_Scratch()],
         on_bytes=lambda *_: None,
         check=lambda: None,
     )
-    execute_load(plan_load(index, wanted), destinations, LocalStore(index.root), index.files, settings)
+    execute_load(plan_load(index, wanted), destinations, where.open_store(index.files), index.files, settings)
 
 
 class _Memory:

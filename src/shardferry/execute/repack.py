@@ -7,22 +7,23 @@ they are about to be written; nothing is ever held but the buffers of the budget
 from __future__ import annotations
 
 import re
-import shutil
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardferry.errors import InvalidInputError
+from shardferry.errors import CheckpointError, InvalidInputError
 from shardferry.execute.gather import Part, gather
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.sharding import MeshLayout, Split, region_at
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.target import Target
+from shardferry.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.save import Write
@@ -76,9 +77,12 @@ class RepackAdapter:
 
     def write_extras(self, folder: Path) -> None:
         """Copy the small files that belong to a model beside its weights: configuration, tokenizer, code."""
-        for path in Path(self._index.root).iterdir():
-            if path.suffix in EXTRA_SUFFIXES and path.is_file() and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
+        files = locate(self._index.root).files
+        for name in files.names():
+            if PurePosixPath(name).suffix not in EXTRA_SUFFIXES or name.endswith(".index.json"):
+                continue
+            with suppress(CheckpointError):  # a folder of such a name
+                (folder / name).write_bytes(files.read(name, 0, files.size(name)))
 
 
 class CheckpointSource:

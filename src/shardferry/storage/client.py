@@ -11,6 +11,7 @@ import random
 import re
 import time
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.errors import (
@@ -57,6 +58,8 @@ POLL_S = 0.1
 # Answers after which the same request may succeed: too slow, too many requests, and the server's own failures.
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 MAX_CAUSE_CHARACTERS = 300
+# Of the environment variables that configure obstore.
+ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _used_by: int | None = None
@@ -77,6 +80,33 @@ def make_client(
         InvalidInputError: If obstore is not installed or refuses the configuration.
         StorageError: In a child of a process that has used a client.
     """
+    check_process(url)
+    settings = tuple(item for item in os.environ.items() if item[0].startswith(ENVIRONMENT))
+    return _make_client(url, patience, retries, tuple((headers or {}).items()), settings)
+
+
+def check_process(url: str) -> None:
+    """Check that clients can be used in this process.
+
+    Raises:
+        StorageError: In a child of a process that has used one.
+    """
+    if _used_by not in (None, os.getpid()):
+        raise StorageError(
+            f"{redact_all(url)}: process {os.getpid()} was forked from {_used_by}, which has used object stores; its "
+            "connections cannot be used here. Start processes with spawn or forkserver, or fork before the first use"
+        )
+
+
+# A checkpoint is opened, planned and read by parts that know its path only: they share the connections.
+@lru_cache(maxsize=64)
+def _make_client(
+    url: str,
+    patience: Patience,
+    retries: bool,  # noqa: FBT001 - a cache's key
+    headers: tuple[tuple[str, str], ...],
+    _settings: tuple[tuple[str, str], ...],  # read by obstore itself; others ask for another client
+) -> ObjectStore:
     global _used_by  # noqa: PLW0603 - obstore's threads are the process's too
     try:
         from obstore import store as stores  # noqa: PLC0415 - an extra, and slow to import
@@ -85,11 +115,6 @@ def make_client(
         raise InvalidInputError(
             f"{redact_all(url)}: reading and writing URLs needs obstore: pip install 'shardferry[cloud]'"
         ) from error
-    if _used_by not in (None, os.getpid()):
-        raise StorageError(
-            f"{redact_all(url)}: process {os.getpid()} was forked from {_used_by}, which has used object stores; its "
-            "connections cannot be used here. Start processes with spawn or forkserver, or fork before the first use"
-        )
     _used_by = os.getpid()
     client: ClientConfig = {
         "allow_http": not url.startswith("https://"),  # a store's own endpoints are https; http is what the user gave
@@ -100,7 +125,7 @@ def make_client(
     retry: RetryConfig = {"max_retries": 10 if retries else 0, "retry_timeout": timedelta(seconds=patience.retry_s)}
     try:
         if url.startswith(tuple(f"{scheme}://" for scheme in HTTP_SCHEMES)):
-            client["default_headers"] = dict(headers or {})
+            client["default_headers"] = dict(headers)
             return stores.HTTPStore.from_url(url, client_options=client, retry_config=retry)
         return stores.from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:

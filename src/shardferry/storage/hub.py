@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from shardferry.storage.client import Patience
     from shardferry.storage.hubpath import HubPath
 
-_SHOWN_COMMIT = 12
-
 
 class _Place(NamedTuple):
     """Where the bytes of a file are.
@@ -70,7 +68,7 @@ class HubSource:
     @property
     def root(self) -> str:
         """The repository, with its commit once that is known."""
-        revision = self._commit[:_SHOWN_COMMIT] if self._commit else self._hub.revision
+        revision = self._commit or self._hub.revision
         return f"hf://{self._hub.repo}" + (f"@{revision}" if revision else "")
 
     def names(self) -> tuple[str, ...]:

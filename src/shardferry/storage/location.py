@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from shardferry.storage.base import Store
     from shardferry.storage.object import Source
 
+# URLs with their credentials by what is shown of them: an index knows its root as it is shown.
+_whole: dict[str, str] = {}
+MAX_REMEMBERED = 1000
+
 Kind = Literal["local", "network_mount", "object_store"]
 
 
@@ -86,7 +90,9 @@ def locate(path: str | os.PathLike[str], variant: str | None = None) -> Location
     from shardferry.storage.client import PATIENCE  # noqa: PLC0415 - as in `_local_store`
     from shardferry.storage.object import ObjectSource, WebSource  # noqa: PLC0415
 
-    url = parse_url(text)
+    url = parse_url(_whole.get(text, text))
+    if len(_whole) < MAX_REMEMBERED:
+        _whole.setdefault(redact(url.folder), url.folder)
     if scheme in HTTP_SCHEMES:
         return _remote(WebSource(url.folder, PATIENCE, likely_names(variant)), url.entry)
     return _remote(ObjectSource(url.folder, PATIENCE), url.entry)

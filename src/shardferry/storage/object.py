@@ -8,8 +8,8 @@ chunks and are copied to where they belong at once: a request in flight holds on
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from shardferry.errors import CheckpointChangedError, CheckpointNotFoundError, StorageError
 from shardferry.format.header import FIRST_READ_BYTES
 from shardferry.storage.base import Place
-from shardferry.storage.client import AccessDeniedError, Trouble, failures, make_client, status_of
+from shardferry.storage.client import AccessDeniedError, Trouble, check_process, failures, make_client, status_of
 from shardferry.storage.rows import copy_columns, rows_extent
 from shardferry.storage.url import redact
 from shardferry.units import MIB
@@ -101,16 +101,11 @@ class ObjectSource:
         self.root = redact(url)
         self._url = url
         self._patience = patience
-        self._lock = threading.Lock()
-        self._client: Client | None = None
 
-    @property
+    @cached_property
     def client(self) -> Client:
         """The client, made by the process and at the time that first needs it."""
-        with self._lock:
-            if self._client is None:
-                self._client = make_client(self._url, self._patience, retries=False)
-            return self._client
+        return make_client(self._url, self._patience, retries=False)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of objects and folders directly below the root."""
@@ -236,6 +231,7 @@ class ObjectFiles:
         return tuple(found)
 
     def _pin(self, name: str) -> Pin:
+        check_process(self.root)
         pin = self._pins.get(name)
         if pin is None:
             pin, self._firsts[name] = self._look(name)
@@ -272,6 +268,7 @@ class ObjectStore:
     @contextmanager
     def open(self, name: str) -> Iterator[ObjectFile]:
         """Give an object for reading."""
+        check_process(self._source.root)
         info = self._files[name]
         yield ObjectFile(self._source, name, Pin(info.size, info.version), self._patience)
 

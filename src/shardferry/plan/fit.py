@@ -128,8 +128,8 @@ def fit_points(points: Sequence[Point]) -> Fit | None:
     return min(found, key=lambda fit: fit.max_error, default=None)
 
 
-def single_stream_bandwidth(point: Point) -> float:
-    """Return the bytes per second that one stream gets by itself, the waiting between its reads included."""
+def bandwidth_of(point: Point) -> float:
+    """Return the bytes per second of all streams of a point, the waiting for each read included."""
     return point.span_bytes / point.seconds
 
 

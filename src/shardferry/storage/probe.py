@@ -96,14 +96,18 @@ class Measurement(NamedTuple):
     """What was measured.
 
     Attributes:
-        samples: One per size for which there were blocks and time enough.
+        samples: All streams reading; one per size for which there were blocks and time enough.
+        alone: One stream reading; None without time for it.
+        seen: The start of one read, and its bytes; None if nothing was read.
         read_bytes: Bytes asked for.
         seconds: Wall time of it all.
     """
 
-    samples: tuple[Sample, ...]
-    read_bytes: int
-    seconds: float
+    samples: tuple[Sample, ...] = ()
+    alone: Sample | None = None
+    seen: tuple[Block, int] | None = None
+    read_bytes: int = 0
+    seconds: float = 0.0
 
 
 def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measurement:
@@ -119,7 +123,7 @@ def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measureme
     """
     begin = time.perf_counter()
     samples: list[Sample] = []
-    read_bytes = 0
+    alone, seen, read_bytes = None, None, 0
     with ExitStack() as stack:
         files = {name: stack.enter_context(store.open(name)) for name in dict.fromkeys(block.file for block in blocks)}
         pool = stack.enter_context(ThreadPoolExecutor(streams))
@@ -132,9 +136,14 @@ def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measureme
             if not places or fastest * size.span_bytes * lanes > 2 * size.max_seconds:
                 continue
             done, seconds = _Round(files, places, size).run(pool, buffers[:lanes])
-            samples.append(Sample(size.span_bytes, stride, lanes, seconds / done))
+            sample = Sample(size.span_bytes, stride, lanes, seconds / done)
+            if size.alone:
+                alone = sample
+            else:
+                samples.append(sample)
+            seen = places[0], size.span_bytes
             read_bytes += done * size.span_bytes
-    return Measurement(tuple(samples), read_bytes, time.perf_counter() - begin)
+    return Measurement(tuple(samples), alone, seen, read_bytes, time.perf_counter() - begin)
 
 
 def blocks_of_store(sizes: Mapping[str, int]) -> list[Block]:
@@ -200,14 +209,15 @@ def largest_files(folder: Path) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(found, reverse=True)[:MAX_FILES])
 
 
-def keeps_pages(path: Path, block: Block) -> bool | None:
-    """Return whether the page cache holds what was just read of a block, for one who opens the file anew.
+def keeps_pages(path: Path, start: int, num_bytes: int) -> bool | None:
+    """Return whether the page cache holds what was just read, for one who opens the file anew.
 
     A FUSE filesystem may have no page cache (direct_io), or have it emptied whenever the file is opened.
 
     Args:
         path: The file.
-        block: A block of it that was read in full.
+        start: Offset of the first byte that was read.
+        num_bytes: Bytes that were read.
 
     Returns:
         None if the kernel does not say.
@@ -217,10 +227,10 @@ def keeps_pages(path: Path, block: Block) -> bool | None:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        held = resident_bytes(descriptor, block.start, block.start + BLOCK_BYTES)
+        held = resident_bytes(descriptor, start, start + num_bytes)
     finally:
         os.close(descriptor)
-    return None if held is None else held > BLOCK_BYTES // 2
+    return None if held is None else held > num_bytes // 2
 
 
 class _Round:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors.numpy import save_file
 
-from shardferry.execute.gather import place_of
 from shardferry.execute.job import Request, run_load
+from shardferry.execute.memory import place_of
 from shardferry.plan.match import Rules
 from shardferry.plan.target import Layout, Target
 from shardferry.units import MIB

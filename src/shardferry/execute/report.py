@@ -37,6 +37,8 @@ class RankReport:
         bytes_wanted: Bytes that landed in its tensors, as stored.
         bytes_read: Bytes fetched from files, by reads or out of the page cache; more than wanted where whole rows
             were read.
+        bytes_sent: Bytes it read for other ranks and sent to them, once per receiver.
+        bytes_received: Bytes other ranks read for it.
         bytes_written: Bytes of tensors written to files.
         requests: Calls made to storage.
         seconds: Wall seconds by phase; `"wait"` is time spent waiting for other ranks.
@@ -50,6 +52,8 @@ class RankReport:
     node: int = 0
     bytes_wanted: int = 0
     bytes_read: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
     bytes_written: int = 0
     requests: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -88,6 +92,7 @@ class LoadReport:
         ignored: Names of the checkpoint that are not loaded on purpose: non-persistent buffers of the model, names
             its own patterns exclude, and other names of a tied tensor.
         strategy: How the bytes were read, and why.
+        unmatched_rules: Conversion rules that have changed no name of the checkpoint.
     """
 
     ranks: tuple[RankReport, ...]
@@ -95,6 +100,7 @@ class LoadReport:
     unexpected: tuple[str, ...]
     ignored: tuple[str, ...]
     strategy: str
+    unmatched_rules: tuple[str, ...] = ()
 
     @property
     def total(self) -> RankReport:
@@ -140,6 +146,8 @@ def sum_reports(reports: Sequence[RankReport]) -> RankReport:
         node=-1,
         bytes_wanted=sum(report.bytes_wanted for report in reports),
         bytes_read=sum(report.bytes_read for report in reports),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        bytes_received=sum(report.bytes_received for report in reports),
         bytes_written=sum(report.bytes_written for report in reports),
         requests=sum(report.requests for report in reports),
         seconds={phase: max(report.seconds.get(phase, 0.0) for report in reports) for phase in phases},

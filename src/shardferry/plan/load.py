@@ -132,6 +132,15 @@ class TensorPlan:
     zeros: tuple[Copy, ...] = ()
     computations: tuple[Computation, ...] = ()
 
+    def all_copies(self) -> Iterator[Copy]:
+        """Yield everything that is moved: from files, from nowhere, into operands and out of results."""
+        yield from self.copies
+        yield from self.zeros
+        for made in self.computations:
+            yield made.result
+            for plan in made.inputs:
+                yield from plan.all_copies()
+
     @property
     def bytes_read(self) -> int:
         """Bytes it is made of, as stored."""

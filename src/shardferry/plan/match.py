@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.convert.ops import Expression, Stored, dtypes_of, leaves
+from shardferry.convert.table import apply_rules
+from shardferry.convert.tensor import stored_tensors
 from shardferry.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from shardferry.convert.rules import Rule
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.target import Target
 
@@ -69,12 +72,14 @@ class Matching:
         used: Checkpoint names they are made of.
         ignored: Checkpoint names this rank's model does not load on purpose.
         problems: What does not fit on this rank.
+        unmatched: Conversion rules that have changed nothing; the same on every rank.
     """
 
     matches: tuple[Match, ...]
     used: frozenset[str]
     ignored: frozenset[str]
     problems: Problems
+    unmatched: tuple[Rule, ...] = ()
 
 
 class Rules(NamedTuple):
@@ -83,22 +88,31 @@ class Rules(NamedTuple):
     Attributes:
         sources: How targets are made of stored tensors, by target name; a name not listed is stored under itself.
         cast: Whether a floating dtype may be cast to the model's.
-        ignorable: Whether a checkpoint name is of no use to this model on purpose.
+        ignorable: Whether a name is of no use to this model on purpose.
+        conversions: How names and shapes of the checkpoint become the model's, before names are matched.
     """
 
     sources: Mapping[str, Expression]
     cast: bool
     ignorable: Callable[[str], bool]
+    conversions: tuple[Rule, ...] = ()
 
 
 def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rules) -> Matching:
-    """Return what fills each target, and every name that does not fit."""
+    """Return what fills each target, and every name that does not fit.
+
+    Raises:
+        InvalidInputError: If a conversion rule does not fit the checkpoint; names the tensors.
+    """
+    converted = apply_rules(stored_tensors(index.tensors), rules.conversions) if rules.conversions else None
+    made = {} if converted is None else {name: tensor.source for name, tensor in converted.tensors.items()}
+    table = _Table(index, {**made, **rules.sources}, made if converted is not None else index.tensors)
     problems = Problems()
     matches: list[Match] = []
     used: set[str] = set()
     others: set[str] = set()
     for target in targets:
-        found = _find(index, target, rules.sources)
+        found = _find(table, target)
         if found is None:
             problems.missing.append(target.names[0])
             continue
@@ -109,8 +123,10 @@ def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rule
         stored = dtypes_of(source, lambda key: index.tensors[key].dtype)
         if _fits(target, source, stored, rules.cast, problems):
             matches.append(Match(target, source, stored != {target.dtype}))
-    ignored = {name for name in index.tensors if name not in used and (name in others or rules.ignorable(name))}
-    return Matching(tuple(matches), frozenset(used), frozenset(ignored), problems)
+    unwanted = {name for name in table.names if name in others or rules.ignorable(name)}
+    ignored = {key for name in unwanted for key in table.keys(name)} - used
+    unmatched = () if converted is None else converted.unmatched
+    return Matching(tuple(matches), frozenset(used), frozenset(ignored), problems, unmatched)
 
 
 def merge_problems(parts: Sequence[Problems]) -> Problems:
@@ -150,21 +166,38 @@ def natural_key(name: str) -> str:
     return "".join(parts)
 
 
-def _find(index: CheckpointIndex, target: Target, sources: Mapping[str, Expression]) -> tuple[str, Expression] | None:
-    for name, source in _candidates(index, target, sources):
-        if all(leaf.key in index.tensors for leaf in leaves(source)):
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What there is to match with.
+
+    Attributes:
+        index: The checkpoint.
+        sources: How tensors are made, by name, those that rules have made and those a caller gives.
+        names: The names the checkpoint's tensors have after all rules.
+    """
+
+    index: CheckpointIndex
+    sources: Mapping[str, Expression]
+    names: Collection[str]
+
+    def find(self, name: str) -> Expression | None:
+        """Return how a tensor is made; None if the checkpoint does not have all of it."""
+        if name in self.sources:
+            source = self.sources[name]
+            return source if all(leaf.key in self.index.tensors for leaf in leaves(source)) else None
+        return Stored(name, self.index.tensors[name].shape) if name in self.names else None
+
+    def keys(self, name: str) -> set[str]:
+        """Return the checkpoint's names for what a name is made of."""
+        return {leaf.key for leaf in leaves(self.sources[name])} if name in self.sources else {name}
+
+
+def _find(table: _Table, target: Target) -> tuple[str, Expression] | None:
+    for name in target.names:
+        source = table.find(name)
+        if source is not None:
             return name, source
     return None
-
-
-def _candidates(
-    index: CheckpointIndex, target: Target, sources: Mapping[str, Expression]
-) -> Iterator[tuple[str, Expression]]:
-    for name in target.names:
-        if name in sources:
-            yield name, sources[name]
-        elif name in index.tensors:
-            yield name, Stored(name, index.tensors[name].shape)
 
 
 def _fits(target: Target, source: Expression, stored: set[str], cast: bool, problems: Problems) -> bool:  # noqa: FBT001

@@ -12,20 +12,25 @@ from torch import nn
 
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
+from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.plan.match import Rules
 from shardferry.torch.entries import ignorable_names, model_entries, state_dict_entries, unfilled_names
 from shardferry.torch.filler import Filler, put_into_model, put_into_state_dict
 from shardferry.torch.group import open_group
+from shardferry.torch.mover import open_mover
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
+    from shardferry.convert.rules import Rule
     from shardferry.execute.report import LoadReport, Progress
+    from shardferry.plan.estimate import ReadOnce
     from shardferry.torch.shardings import GivenSharding
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_BUDGET_BYTES = 256 * MIB
+DEFAULT_EXCHANGE_BYTES = 256 * MIB
 
 
 class LoadOptions(TypedDict, total=False):
@@ -36,22 +41,30 @@ class LoadOptions(TypedDict, total=False):
             else is ever cast.
         shardings: How tensors are truly cut, by name, for those whose own layout does not tell: a mesh and placements
             that apply left to right, or a `Sharding`. Wins over what a DTensor says.
+        conversions: Rules that make the checkpoint's names and shapes the model's, applied in order; see
+            `shardferry.conversions`. All ranks give the same ones.
         checkpoint_strict: Apply the rules of files and index in full (default); False goes on where transformers
             would.
         variant: Variant of the file names, e.g. `"fp16"`.
         node_of_rank: Node number of every rank, instead of the detected one.
         on_progress: Called on every rank with its own `Progress`, from the reading threads.
         budget_bytes: Memory a rank may use beside the tensors; 256 MiB by default.
+        read_once: Whether one rank reads what several want, and sends it to them: `"auto"` (default) if that is
+            predicted to be faster, which it is not where all ranks share one page cache; `"always"`; or `"never"`.
+        exchange_bytes: Memory a rank may use for such an exchange, as a part of `budget_bytes`; 256 MiB by default.
         timeout_s: A rank that shows no sign of life for so long is given up, 600 by default. Slow ranks are not.
     """
 
     cast: bool
     shardings: Mapping[str, GivenSharding]
+    conversions: Sequence[Rule]
     checkpoint_strict: bool
     variant: str | None
     node_of_rank: Sequence[int] | None
     on_progress: Callable[[Progress], None] | None
     budget_bytes: int
+    read_once: ReadOnce
+    exchange_bytes: int
     timeout_s: float
 
 
@@ -145,16 +158,29 @@ def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: Load
 
 
 def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: bool, options: LoadOptions) -> Request:
+    budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    sharing = Sharing(
+        read_once=options.get("read_once", "auto"),
+        exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),
+        mover=open_mover,
+    )
+    check_sharing(sharing)
     return Request(
         path=os.fspath(path),
         strict=strict,
         checkpoint_strict=options.get("checkpoint_strict", True),
         variant=options.get("variant"),
-        rules=Rules(sources={}, cast=options.get("cast", True), ignorable=ignorable_names(model)),
+        rules=Rules(
+            sources={},
+            cast=options.get("cast", True),
+            ignorable=ignorable_names(model),
+            conversions=tuple(options.get("conversions", ())),
+        ),
         given_names=options.get("shardings", {}),
         node_of_rank=options.get("node_of_rank"),
         on_progress=options.get("on_progress"),
-        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+        budget_bytes=budget_bytes,
+        sharing=sharing,
     )
 
 

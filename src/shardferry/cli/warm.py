@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from shardferry.cli.progress import progress_bar
 from shardferry.execute.open import open_checkpoint
-from shardferry.execute.warm import WarmRequest, warm_node
+from shardferry.execute.warm import WarmRequest, page_cached_root, warm_node
 from shardferry.plan.costmodel import PRESETS
 from shardferry.plan.simulate import consecutive_nodes, parse_mesh, parse_rule, simulate_job
 from shardferry.units import format_bytes
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path")
 @click.option("--mesh", default="rank=1", metavar="AXIS=SIZE,...", help="The job's mesh, outermost axis first.")
 @click.option("--shard", "rules", multiple=True, metavar="REGEX=DIM@AXIS", help="How tensors are cut; may be repeated.")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each node; all on one if not given.")
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 def warm(  # noqa: PLR0913 - the options of the command line
     *,
-    path: Path,
+    path: str,
     mesh: str,
     rules: tuple[str, ...],
     ranks_per_node: int | None,
@@ -64,6 +63,7 @@ def warm(  # noqa: PLR0913 - the options of the command line
     axes = parse_mesh(mesh)
     nodes = consecutive_nodes(axes.world_size, ranks_per_node or axes.world_size)
     here = _node(rank_of_node, nodes[-1] + 1)
+    page_cached_root(path)
     index = open_checkpoint(path, strict=not no_strict, variant=variant)
     job = simulate_job(index, axes, [parse_rule(rule, axes) for rule in rules])
     ranks = [rank for rank, node in enumerate(nodes) if node == here]

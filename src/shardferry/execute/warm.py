@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from shardferry.errors import StorageError
+from shardferry.errors import InvalidInputError, StorageError
 from shardferry.execute.warm_read import Watch, absent_bytes, held_bytes, opened_file, read_shares
 from shardferry.execute.warm_report import Look, NodePlan, WarmReport, make_report
 from shardferry.plan.costmodel import PRESETS, CostModel
@@ -76,6 +77,21 @@ def warm_node(
     absent = absent_bytes(index.root, node.files)
     seconds = perf_counter() - begin
     return make_report(ranks, node, [tally], absent=absent, seconds=seconds, cost_source=cost.source)
+
+
+def page_cached_root(path: str) -> str:
+    """Return the folder that a checkpoint's file names are relative to.
+
+    Raises:
+        InvalidInputError: If it is not on a filesystem: what comes from a server directly is in no page cache.
+    """
+    if "://" in path:
+        raise InvalidInputError(
+            f"{path} is no folder of this machine: what is read from it goes through no page cache that could be "
+            "warmed. Warm a mount or a copy of it"
+        )
+    where = Path(path)
+    return str(where if where.is_dir() else where.absolute().parent)
 
 
 def preset_for(index: CheckpointIndex) -> CostModel:

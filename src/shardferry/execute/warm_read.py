@@ -66,11 +66,16 @@ def read_shares(root: str, shares: Sequence[Share], *, num_threads: int, watch: 
     with ExitStack() as opened:
         pieces = [piece for share in shares for piece in _pieces(root, share, opened)]
         reader = _Reader(pieces, watch)
+        if pieces:
+            held = _held(pieces[0])
+            if not _keeps_pages(pieces[0]):
+                return Tally(0, 1, kept=False)
+            reader.num_bytes, reader.requests = _held(pieces[0]) - held, 1
         num_threads = max(1, min(num_threads, MAX_THREADS, len(pieces)))
         with ThreadPoolExecutor(num_threads) as pool:
             for future in [pool.submit(reader.run) for _ in range(num_threads)]:
                 future.result()
-    return Tally(reader.num_bytes, reader.requests, reader.kept)
+    return Tally(reader.num_bytes, reader.requests, kept=True)
 
 
 def absent_bytes(root: str, files: Sequence[FileReads]) -> int | None:
@@ -126,13 +131,26 @@ def _pieces(root: str, share: Share, opened: ExitStack) -> Iterator[_Piece]:
             yield _Piece(descriptor, Path(root, share.file), start, stop)
 
 
+def _held(piece: _Piece) -> int:
+    return resident_bytes(piece.descriptor, piece.start, piece.stop) or 0
+
+
+def _keeps_pages(piece: _Piece) -> bool:
+    """Return whether what is read stays in the page cache, also when the file is opened again.
+
+    FUSE has mounts on which it does not: `direct_io`, and those that drop the pages of a file at every open.
+    """
+    _fetch(piece._replace(stop=piece.start + 1), np.empty(1, np.uint8), ahead=False)
+    with opened_file(str(piece.path.parent), piece.path.name) as descriptor:
+        return resident_bytes(descriptor, piece.start, piece.start + 1) != 0
+
+
 class _Reader:
     """Pieces that several threads fetch, each the next one that nobody has."""
 
     def __init__(self, pieces: Sequence[_Piece], watch: Watch) -> None:
         self.num_bytes = 0
         self.requests = 0
-        self.kept = True
         self._total = sum(piece.stop - piece.start for piece in pieces)
         self._done = 0
         self._next = iter(pieces)
@@ -140,15 +158,12 @@ class _Reader:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Fetch pieces until none is left, one has failed, or they turn out not to be kept."""
+        """Fetch pieces until none is left, or one has failed."""
         scratch = np.empty(PIECE_BYTES, np.uint8)
         try:
             while (piece := self._take()) is not None:
                 self._watch.check()
-                held = resident_bytes(piece.descriptor, piece.start, piece.stop) or 0
-                requests = _fetch(piece, scratch)
-                now = resident_bytes(piece.descriptor, piece.start, piece.stop)
-                self._note(piece, held, requests, kept=now != 0)
+                self._note(piece, _held(piece), _fetch(piece, scratch))
         except BaseException:
             self._stop()
             raise
@@ -157,15 +172,12 @@ class _Reader:
         with self._lock:
             return next(self._next, None)
 
-    def _note(self, piece: _Piece, held: int, requests: int, *, kept: bool) -> None:
+    def _note(self, piece: _Piece, held: int, requests: int) -> None:
         with self._lock:
             size = piece.stop - piece.start
             self.num_bytes += size - held
             self.requests += requests
             self._done += size
-            if not kept:
-                self.kept = False
-                self._next = iter(())
             if self._watch.on_progress is not None:
                 self._watch.on_progress(Progress(self._watch.rank, self._done, self._total))
 
@@ -174,9 +186,9 @@ class _Reader:
             self._next = iter(())
 
 
-def _fetch(piece: _Piece, scratch: Bytes) -> int:
+def _fetch(piece: _Piece, scratch: Bytes, *, ahead: bool = True) -> int:
     try:
-        return fetch(piece.descriptor, piece.start, piece.stop, scratch)
+        return fetch(piece.descriptor, piece.start, piece.stop, scratch, ahead=ahead)
     except OSError as error:  # ours, for a file that has become shorter, is one too
         where = f"reading '{piece.path}' from offset {piece.start} to {piece.stop} failed"
         raise StorageError(f"{where}: {error.strerror or error}") from error

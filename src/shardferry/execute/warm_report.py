@@ -156,7 +156,8 @@ def make_report(
 def _verdict(node: NodePlan, num_bytes: int, absent: int | None, *, kept: bool) -> tuple[bool, str]:
     """Return whether warming has helped, and what came of it."""
     look = node.look
-    if not kept:
+    planned = sum(file.num_bytes for file in node.files)
+    if not kept or (planned and absent == planned and planned <= look.room_bytes):
         kinds = ", ".join(sorted(set(look.filesystems)))
         return False, f"useless: this mount ({kinds}) keeps nothing that was read in the page cache"
     if node.files and set(look.filesystems) <= MEMORY_FILESYSTEMS:

@@ -50,7 +50,7 @@ def resident_bytes(descriptor: int, start: int, stop: int) -> int | None:
     Pages are counted: a range that begins or ends within one holds less of it than is counted.
 
     Raises:
-        OSError: If the descriptor is not of a regular file.
+        OSError: If the kernel reports an error.
     """
     if start >= stop:
         return 0
@@ -86,7 +86,7 @@ def read_ahead_bytes(descriptor: int) -> int:
     return _read_ahead_of(f"{os.major(device)}:{os.minor(device)}")
 
 
-def fetch(descriptor: int, start: int, stop: int, scratch: Bytes) -> int:
+def fetch(descriptor: int, start: int, stop: int, scratch: Bytes, *, ahead: bool = True) -> int:
     """Bring [start, stop) of an open file into the page cache and return the calls that read it.
 
     Args:
@@ -94,6 +94,8 @@ def fetch(descriptor: int, start: int, stop: int, scratch: Bytes) -> int:
         start: Offset of the first byte.
         stop: Offset behind the last.
         scratch: Reused memory; what it holds afterwards is of no use.
+        ahead: Whether the kernel is asked to fetch before it is read. It then fills the page cache also on mounts whose
+            reads pass it by.
 
     Raises:
         OSError: If the kernel reports an error.
@@ -104,7 +106,7 @@ def fetch(descriptor: int, start: int, stop: int, scratch: Bytes) -> int:
     window = read_ahead_bytes(descriptor)
     for first in range(start, stop, len(view)):
         last = min(first + len(view), stop)
-        for at in range(first, last, window):
+        for at in range(first, last, window) if ahead else ():
             os.posix_fadvise(descriptor, at, min(window, last - at), os.POSIX_FADV_WILLNEED)
         done = first
         while done < last:

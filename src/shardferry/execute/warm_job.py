@@ -1,0 +1,181 @@
+"""Warm the page caches of all nodes of a job, on every rank of a group.
+
+1. open: rank 0 opens and checks the checkpoint and shares the parsed index.
+2. compare: ranks match their models with it and tell what they hold, as for a save: patterns, then each name once.
+3. look: the first rank of every node sees what its page cache holds and what it has room for.
+4. read: the ranks of a node share what it lacks by bytes.
+5. look again.
+
+Each step succeeds on all ranks or raises on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardferry.convert.ops import Stored
+from shardferry.errors import MismatchError
+from shardferry.execute.job import check_given_names, share_index
+from shardferry.execute.topology import nodes_of
+from shardferry.execute.warm import look_at, page_cached_root, plan_node, preset_for
+from shardferry.execute.warm_read import Watch, absent_bytes, read_shares
+from shardferry.execute.warm_report import Look, Tally, make_report
+from shardferry.format.checkpoint import check_file
+from shardferry.plan.catalogue import Held, inventory_to_bytes, make_catalogue, names_to_bytes, spokesmen
+from shardferry.plan.costmodel import CostModel
+from shardferry.plan.match import Match, Problems, Rules, match_targets, merge_problems, raise_problems
+from shardferry.plan.warm import node_wants, share_of
+from shardferry.storage.files import LocalFiles
+from shardferry.transport.together import together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from shardferry.execute.warm import WarmRequest
+    from shardferry.execute.warm_report import NodePlan, WarmReport
+    from shardferry.format.index import CheckpointIndex
+    from shardferry.plan.load import Wanted
+    from shardferry.plan.target import Target
+    from shardferry.transport.base import Group
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What the caller asked for.
+
+    Attributes:
+        path: The checkpoint on this rank.
+        checkpoint_strict: Whether the file and index rules are applied in full.
+        variant: Variant of the file names, e.g. `"fp16"`.
+        rules: How names and dtypes are matched, as for the load that follows.
+        given_names: Names for which the caller gave shardings.
+        node_of_rank: Node of every rank, instead of the detected one.
+        warm: How to warm; rank 0's cost model is everyone's.
+    """
+
+    path: str
+    checkpoint_strict: bool
+    variant: str | None
+    rules: Rules
+    given_names: Collection[str]
+    node_of_rank: Sequence[int] | None
+    warm: WarmRequest
+
+
+class _Here(NamedTuple):
+    """This rank's node."""
+
+    checkpoint: CheckpointIndex
+    wanted: tuple[Wanted, ...]
+    ranks: tuple[int, ...]
+    cost: CostModel
+
+
+def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: JobRequest) -> WarmReport:
+    """Warm the page cache of every node for what its ranks hold. Collective: call on every rank of the group.
+
+    Args:
+        group: The ranks of the job.
+        targets: Gives what this rank's model offers to be filled.
+        request: What the caller asked for.
+
+    Returns:
+        What was done on this rank's node.
+
+    Raises:
+        ShardferryError: On every rank, if any rank cannot do its part.
+    """
+    begin = perf_counter()
+    nodes = nodes_of(group.hosts, request.node_of_rank)
+    index = share_index(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
+    # A rank's own path: nodes may keep the checkpoint in different places.
+    index = replace(index, root=page_cached_root(request.path))
+    job, cost = _compare(group, index, targets, request)
+    ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[group.rank])
+    here = _Here(index, tuple(node_wants(index, job, request.rules.sources, ranks)), ranks, cost)
+    plan = _look(group, here, request)
+    tallies = _read(group, here, plan, request)
+    absent = _look_again(group, here, plan)
+    seconds = perf_counter() - begin
+    report = make_report(ranks, plan, tallies, absent=absent, seconds=seconds, cost_source=cost.source)
+    if group.rank == 0:
+        logger.info("warmed %s for ranks %s to %s: %s", request.path, ranks[0], ranks[-1], report.why)
+    return report
+
+
+def _compare(
+    group: Group, index: CheckpointIndex, targets: Callable[[], Sequence[Target]], request: JobRequest
+) -> tuple[dict[str, Held], CostModel]:
+    """Return every tensor of the job that the checkpoint has, and rank 0's cost model."""
+    held: list[Target] = []
+
+    def tell() -> bytes:
+        mine = targets()
+        check_given_names(index, mine, request.given_names)
+        matching = match_targets(index, mine, request.rules)
+        held.extend(_as_held(match) for match in matching.matches)
+        cost = request.warm.cost or (preset_for(index) if group.rank == 0 else None)
+        inventory = inventory_to_bytes(held, group.rank).decode()
+        return json.dumps([inventory, asdict(matching.problems), None if cost is None else asdict(cost)]).encode()
+
+    told = [json.loads(data) for data in together(group, "compare models", tell)]
+    problems = merge_problems([Problems(**problems) for _, problems, _ in told])
+    raise_problems(problems, strict=False)
+    inventories = [inventory.encode() for inventory, _, _ in told]
+    speaks = any(ranks[0] == group.rank for ranks in spokesmen(inventories).values())
+    job = make_catalogue(inventories, group.exchange("share names", names_to_bytes(held) if speaks else b""))
+    if not job:
+        raise MismatchError(
+            f"{index.root} has none of the names of the model, such as {', '.join(problems.missing[:3]) or '(none)'}: "
+            "there is nothing to warm. Give the checkpoint this model is loaded from"
+        )
+    return job, CostModel(**told[0][2])
+
+
+def _as_held(match: Match) -> Target:
+    """Return the target under the name the checkpoint has for it, by which other ranks find its bytes."""
+    source = match.source
+    name = source.key if isinstance(source, Stored) else match.target.name
+    return replace(match.target, names=(name,), shape=source.shape)
+
+
+def _look(group: Group, here: _Here, request: JobRequest) -> NodePlan:
+    def look() -> bytes:
+        if group.rank != here.ranks[0]:
+            return b""
+        seen = look_at(here.checkpoint, here.wanted, here.cost.seek_bytes, request.warm.when_short)
+        if here.ranks[0]:  # rank 0 has opened its files
+            files = LocalFiles(here.checkpoint.root)
+            for file in plan_node(here.checkpoint, here.wanted, seen).files:
+                check_file(files, file.file, here.checkpoint.files[file.file])
+        return json.dumps(seen).encode()
+
+    seen = together(group, "look at the page cache", look)[here.ranks[0]]
+    return plan_node(here.checkpoint, here.wanted, Look(*json.loads(seen)))
+
+
+def _read(group: Group, here: _Here, plan: NodePlan, request: JobRequest) -> list[Tally]:
+    def read() -> bytes:
+        shares = share_of(plan.files, len(here.ranks), here.ranks.index(group.rank))
+        num_threads = max(1, here.cost.streams // len(here.ranks))
+        watch = Watch(group.rank, request.warm.on_progress, group.check)
+        return json.dumps(read_shares(here.checkpoint.root, shares, num_threads=num_threads, watch=watch)).encode()
+
+    told = together(group, "warm the page cache", read)
+    return [Tally(*json.loads(told[rank])) for rank in here.ranks]
+
+
+def _look_again(group: Group, here: _Here, plan: NodePlan) -> int | None:
+    def look() -> bytes:
+        if group.rank != here.ranks[0]:
+            return b""
+        return json.dumps(absent_bytes(here.checkpoint.root, plan.files)).encode()
+
+    absent: int | None = json.loads(together(group, "look at the page cache again", look)[here.ranks[0]])
+    return absent

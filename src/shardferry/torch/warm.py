@@ -1,0 +1,114 @@
+"""Warm the page cache for a sharded model, or a state dict, before it is loaded: the PyTorch side of it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from torch import nn
+
+from shardferry.errors import InvalidInputError
+from shardferry.execute.warm import WarmRequest
+from shardferry.execute.warm_job import JobRequest, run_warm
+from shardferry.plan.match import Rules
+from shardferry.torch.entries import ignorable_names, make_target, model_entries, state_dict_entries
+from shardferry.torch.group import open_group
+from shardferry.torch.load import DEFAULT_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from shardferry.execute.report import Progress
+    from shardferry.execute.warm import WhenShort
+    from shardferry.execute.warm_report import WarmReport
+    from shardferry.plan.costmodel import CostModel
+    from shardferry.plan.target import Target
+    from shardferry.torch.shardings import GivenSharding
+
+
+class WarmOptions(TypedDict, total=False):
+    """Options of a warm-up.
+
+    Attributes:
+        shardings: How tensors are truly cut, by name, as for the load.
+        checkpoint_strict: Apply the rules of files and index in full (default), as for the load.
+        variant: Variant of the file names, e.g. `"fp16"`.
+        node_of_rank: Node number of every rank, instead of the detected one.
+        cost: What storage costs; by default the preset that suits the filesystem. Rank 0's counts.
+        when_short: Where the page cache has no room for all of it: `"shrink"` (default) warms the first part,
+            `"refuse"` raises.
+        on_progress: Called on every rank with its own `Progress`, from the reading threads.
+        timeout_s: A rank that shows no sign of life for so long is given up, 600 by default. Slow ranks are not.
+    """
+
+    shardings: Mapping[str, GivenSharding]
+    checkpoint_strict: bool
+    variant: str | None
+    node_of_rank: Sequence[int] | None
+    cost: CostModel | None
+    when_short: WhenShort
+    on_progress: Callable[[Progress], None] | None
+    timeout_s: float
+
+
+def warm(
+    model: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str], **options: Unpack[WarmOptions]
+) -> WarmReport:
+    """Bring what the ranks of every node will read into its page cache, each byte once; no tensor is filled.
+
+    Collective: call on every rank of the default process group, or on one process without a group. The load that
+    follows, by this library or another one, then reads at the speed of memory.
+
+    Args:
+        model: The sharded model, or a state dict of its tensors by checkpoint name; may be on the meta device.
+        path: A safetensors file, an index file, or a directory that holds a checkpoint.
+        **options: See `WarmOptions`.
+
+    Returns:
+        What was done on this rank's node, and whether it was of any use.
+
+    Raises:
+        MismatchError: If shapes or dtypes do not fit, or no name does.
+        CheckpointError: If the checkpoint breaks a rule of the format.
+        ShardingError: If a layout is impossible or ranks disagree.
+        StorageError: If reading fails, or there is no room and `when_short="refuse"`.
+        RankFailedError: If another rank failed; says which and why.
+    """
+    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
+        _check_options(options)
+        shardings = options.get("shardings", {})
+        request = JobRequest(
+            path=os.fspath(path),
+            checkpoint_strict=options.get("checkpoint_strict", True),
+            variant=options.get("variant"),
+            rules=Rules(sources={}, cast=True, ignorable=ignorable_names(_module_of(model))),
+            given_names=shardings,
+            node_of_rank=options.get("node_of_rank"),
+            warm=WarmRequest(
+                cost=options.get("cost"),
+                when_short=options.get("when_short", "shrink"),
+                on_progress=options.get("on_progress"),
+            ),
+        )
+        return run_warm(group, lambda: _targets(model, shardings), request)
+
+
+def _targets(model: nn.Module | Mapping[str, torch.Tensor], shardings: Mapping[str, GivenSharding]) -> list[Target]:
+    entries = model_entries(model) if isinstance(model, nn.Module) else state_dict_entries(model, None)
+    found = (make_target(entry, shardings, filled=False) for entry in entries)
+    return [target for target in found if target is not None]
+
+
+def _module_of(model: nn.Module | Mapping[str, torch.Tensor]) -> nn.Module | None:
+    return model if isinstance(model, nn.Module) else None
+
+
+def _check_options(options: WarmOptions) -> None:
+    unknown = sorted(set(options) - WarmOptions.__optional_keys__)
+    if unknown:
+        known = ", ".join(sorted(WarmOptions.__optional_keys__))
+        raise TypeError(f"unknown option {', '.join(unknown)}; warming takes {known}")
+    if options.get("when_short", "shrink") not in ("shrink", "refuse"):
+        raise InvalidInputError(f'when_short is {options["when_short"]!r}; it is "shrink" or "refuse"')

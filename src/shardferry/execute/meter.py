@@ -56,3 +56,8 @@ class Buffers:
             self._meter.add(num_bytes - (0 if memory is None else len(memory)))
             memory = self._memory[name] = np.empty(num_bytes, np.uint8)
         return memory[:num_bytes]
+
+    def release(self) -> None:
+        """Give all buffers up."""
+        self._meter.add(-sum(map(len, self._memory.values())))
+        self._memory.clear()

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from shardferry.cli.progress import progress_bar
+from shardferry.execute.costs import named_cost_model
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.warm import WarmRequest, page_cached_root, warm_node
-from shardferry.plan.costmodel import PRESETS
 from shardferry.plan.simulate import consecutive_nodes, parse_mesh, parse_rule, simulate_job
 from shardferry.units import format_bytes
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 @click.option("--shard", "rules", multiple=True, metavar="REGEX=DIM@AXIS", help="How tensors are cut; may be repeated.")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each node; all on one if not given.")
 @click.option("--rank-of-node", type=click.IntRange(0), help="Which node this is, from 0: torchrun's --node-rank.")
-@click.option("--cost", type=click.Choice(tuple(PRESETS)), help="What storage costs; by the filesystem if not given.")
+@click.option(
+    "--cost", metavar="PRESET|FILE", help="What storage costs: local, network_mount, or a file of probe --json."
+)
 @click.option(
     "--when-short",
     type=click.Choice(("shrink", "refuse")),
@@ -68,7 +70,7 @@ def warm(  # noqa: PLR0913 - the options of the command line
     job = simulate_job(index, axes, [parse_rule(rule, axes) for rule in rules])
     ranks = [rank for rank, node in enumerate(nodes) if node == here]
     with progress_bar("warm") as on_progress:
-        model = None if cost is None else PRESETS[cost]
+        model = None if cost is None else named_cost_model(cost)
         report = warm_node(index, job, ranks, WarmRequest(model, when_short, on_progress))
     if as_json:
         click.echo(report.to_json())

@@ -10,18 +10,18 @@ This is the work of one node, done by one process (`warm_node`) or shared by its
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from shardferry.errors import InvalidInputError, StorageError
+from shardferry.execute.costs import cost_model_for
 from shardferry.execute.warm_read import Watch, absent_bytes, held_bytes, opened_file, read_shares
 from shardferry.execute.warm_report import Look, NodePlan, WarmReport, make_report
-from shardferry.plan.costmodel import PRESETS, CostModel
 from shardferry.plan.warm import FileReads, fit_room, node_wants, plan_warm, share_of
-from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, MEMORY_FILESYSTEMS, filesystem_type
+from shardferry.storage.filesystem import filesystem_type
+from shardferry.storage.location import locate
 from shardferry.storage.room import cache_room
 from shardferry.units import KIB, format_bytes
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardferry.execute.report import Progress
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.catalogue import Held
+    from shardferry.plan.costmodel import CostModel
     from shardferry.plan.load import Wanted
 
 WhenShort = Literal["shrink", "refuse"]
@@ -44,7 +45,7 @@ class WarmRequest:
     """What the caller asked for.
 
     Attributes:
-        cost: What storage costs; None takes the preset that suits the filesystem.
+        cost: What storage costs; None takes what was measured of the mount, or else the preset that suits it.
         when_short: Whether to warm the first part, or to refuse, where the page cache has no room for all.
         on_progress: Called with this process's own progress, from the reading threads.
     """
@@ -69,7 +70,7 @@ def warm_node(
         ShardferryError: If a layout cannot be, a file cannot be read, or there is no room and it was not to shrink.
     """
     begin = perf_counter()
-    cost = request.cost or preset_for(index)
+    cost = request.cost or cost_of(index)
     wanted = tuple(node_wants(index, job, {}, ranks))
     node = plan_node(index, wanted, look_at(index, wanted, cost.seek_bytes, request.when_short))
     watch = Watch(ranks[0], request.on_progress, lambda: None)
@@ -85,20 +86,21 @@ def page_cached_root(path: str) -> str:
     Raises:
         InvalidInputError: If it is not on a filesystem: what comes from a server directly is in no page cache.
     """
-    if "://" in path:
+    where = locate(path)
+    if not where.has_page_cache:
         raise InvalidInputError(
-            f"{path} is no folder of this machine: what is read from it goes through no page cache that could be "
+            f"{where.root} is no folder of this machine: what is read from it goes through no page cache that could be "
             "warmed. Warm a mount or a copy of it"
         )
-    where = Path(path)
-    return str(where if where.is_dir() else where.absolute().parent)
+    return where.root
 
 
-def preset_for(index: CheckpointIndex) -> CostModel:
-    """Return the preset that suits the filesystem a checkpoint lies on."""
-    with ExitStack() as files:
-        found = {filesystem_type(files.enter_context(opened_file(index.root, file))) for file in list(index.files)[:1]}
-    return PRESETS["local" if found <= LOCAL_FILESYSTEMS | MEMORY_FILESYSTEMS else "network_mount"]
+def cost_of(index: CheckpointIndex) -> CostModel:
+    """Return what the storage of a checkpoint costs: as measured by `shardferry probe`, else the preset that suits it.
+
+    A file of it tells, not the folder: that may be full of links to somewhere else.
+    """
+    return cost_model_for(Path(index.root, next(iter(index.files), "")))
 
 
 def look_at(index: CheckpointIndex, wanted: Sequence[Wanted], seek_bytes: int, when_short: WhenShort) -> Look:

@@ -21,7 +21,7 @@ from shardferry.convert.ops import Stored
 from shardferry.errors import MismatchError
 from shardferry.execute.job import check_given_names, share_index
 from shardferry.execute.topology import nodes_of
-from shardferry.execute.warm import look_at, page_cached_root, plan_node, preset_for
+from shardferry.execute.warm import cost_of, look_at, page_cached_root, plan_node
 from shardferry.execute.warm_read import Watch, absent_bytes, read_shares
 from shardferry.execute.warm_report import Look, Tally, make_report
 from shardferry.format.checkpoint import check_file
@@ -120,7 +120,7 @@ def _compare(
         check_given_names(index, mine, request.given_names)
         matching = match_targets(index, mine, request.rules)
         held.extend(_as_held(match) for match in matching.matches)
-        cost = request.warm.cost or (preset_for(index) if group.rank == 0 else None)
+        cost = request.warm.cost or (cost_of(index) if group.rank == 0 else None)
         inventory = inventory_to_bytes(held, group.rank).decode()
         return json.dumps([inventory, asdict(matching.problems), None if cost is None else asdict(cost)]).encode()
 

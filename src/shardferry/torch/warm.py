@@ -36,7 +36,8 @@ class WarmOptions(TypedDict, total=False):
         checkpoint_strict: Apply the rules of files and index in full (default), as for the load.
         variant: Variant of the file names, e.g. `"fp16"`.
         node_of_rank: Node number of every rank, instead of the detected one.
-        cost: What storage costs; by default the preset that suits the filesystem. Rank 0's counts.
+        cost: What storage costs; by default what `shardferry probe` measured of the mount, else a preset. Rank 0's
+            counts.
         when_short: Where the page cache has no room for all of it: `"shrink"` (default) warms the first part,
             `"refuse"` raises.
         on_progress: Called on every rank with its own `Progress`, from the reading threads.

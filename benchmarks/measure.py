@@ -11,11 +11,12 @@ import mmap
 import os
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 SAMPLE_SECONDS = 0.02
 BLOCK_BYTES = 8 << 20
@@ -98,6 +99,21 @@ def wake_memory(num_bytes: int) -> None:
     for start in range(0, num_bytes, mmap.PAGESIZE):
         memory[start] = 1
     memory.close()
+
+
+def own_peak_bytes() -> int:
+    """Return the most memory this process has had resident."""
+    # Not getrusage: its maximum counts the parent's memory at the fork too.
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields["VmHWM"].split()[0])
+
+
+@contextmanager
+def timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    """Record how many seconds the context takes under a name."""
+    start = time.perf_counter()
+    yield
+    seconds[step] = time.perf_counter() - start
 
 
 def _io() -> dict[str, str]:

@@ -17,14 +17,13 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.deepseek import make_sparse_checkpoint
 from benchmarks.deepseek_job import EXPERT_RANKS, NUM_RANKS, targets_of
 from benchmarks.machine import machine
+from benchmarks.measure import own_peak_bytes, timed
 
 from shardferry import CheckpointIndex, open_checkpoint
 from shardferry.convert.ops import Stored
@@ -66,30 +65,30 @@ def measure(folder: Path) -> dict[str, float | int]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     told = pickle.loads((folder / "tables").read_bytes())  # noqa: S301 - written by this script
     seconds: dict[str, float] = {}
-    start_bytes = _peak_bytes()
-    with _timed(seconds, "open"):
+    start_bytes = own_peak_bytes()
+    with timed(seconds, "open"):
         opened = open_checkpoint(folder / "checkpoint")
-    with _timed(seconds, "share index"):
+    with timed(seconds, "share index"):
         index = CheckpointIndex.from_bytes(opened.to_bytes())
-    with _timed(seconds, "build targets"):
+    with timed(seconds, "build targets"):
         targets = tuple(targets_of(index, RANK))
-    with _timed(seconds, "match"):
+    with timed(seconds, "match"):
         matching = match_targets(index, targets, _rules())
         table_to_bytes(make_table(index, matching, RANK, NUM_RANKS))
-    with _timed(seconds, "agree"):
+    with timed(seconds, "agree"):
         tables = tuple(map(table_from_bytes, told))
         assert not disputed(tables)
         choose_layouts(tables)
         unexpected = len(index.tensors) - len(names_in(index, (table.used for table in tables)))
         assert unexpected == 0
-    with _timed(seconds, "plan"):
+    with timed(seconds, "plan"):
         plan = plan_load(index, _wanted(matching))
     # A user's model, not shardferry, makes the targets; here they are made by matching names.
     total = sum(value for step, value in seconds.items() if step != "build targets")
     return {
         **{step: round(value, 3) for step, value in seconds.items()},
         "total without targets": round(total, 3),
-        "peak_memory_bytes": _peak_bytes() - start_bytes,
+        "peak_memory_bytes": own_peak_bytes() - start_bytes,
         "tensors": len(index.tensors),
         "tensors_of_rank": len(plan.tensors),
         "bytes_wanted": plan.bytes_wanted,
@@ -115,19 +114,6 @@ def _wanted(matching: Matching) -> Iterator[Wanted]:
         region = region_of(target.layouts[0], source.shape, RANK)
         assert region is not None
         yield Wanted(target.name, source, region)
-
-
-def _peak_bytes() -> int:
-    # Not getrusage: its maximum counts the parent's memory at the fork too.
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields["VmHWM"].split()[0])
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[step] = time.perf_counter() - start
 
 
 if __name__ == "__main__":

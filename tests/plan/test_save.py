@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from shardferry.plan.catalogue import (
     replica_names,
     spokesmen,
 )
-from shardferry.plan.exchange import needs_exchange, part_write, parts_of, plan_rounds
+from shardferry.plan.exchange import needs_exchange, part_write, parts_of, plan_rounds, turn_of
 from shardferry.plan.save import SPLIT_MIN_BYTES, Write, plan_save, split_write
 from shardferry.plan.target import Target
 from shardferry.testing.strategies import mesh_layouts, shapes
@@ -89,12 +90,15 @@ def test_the_boxes_of_an_exchange_are_contiguous_and_their_parts_fill_them_once(
         [one_file(catalogue)],
         {"w": "U8"},
         exchanged=frozenset({"w"}),
-        world_size=count,
         box_bytes=box_bytes,
     )
     seen: list[int] = []
     for boxes in rounds:
         assert len({box.owner for box in boxes}) == len(boxes)
+        assert {box.owner for box in boxes} <= set(layout.ranks)
+        turns = [turn_of(boxes, catalogue, {"w": "U8"}, rank) for rank in range(count)]
+        sent = [pair for turn in turns for pair in turn.outgoing]
+        assert Counter(sent) == Counter(pair for turn in turns for pair in turn.incoming)
         for one in boxes:
             spans = region_to_spans(one.region, shape, 8)
             assert len(spans) <= 1
@@ -144,10 +148,10 @@ def test_a_rank_of_the_mesh_that_does_not_take_part_is_missed() -> None:
 def test_only_thin_rows_are_exchanged() -> None:
     rows = MeshLayout((2,), (0, 1), (Split(0, 0),))
     columns = MeshLayout((2,), (0, 1), (Split(0, 1),))
-    assert not needs_exchange("w", Held("U8", (128, 256), rows, (0, 1)), "U8")
-    assert needs_exchange("w", Held("U8", (128, 256), columns, (0, 1)), "U8")
-    assert not needs_exchange("w", Held("U8", (128, 1 << 18), columns, (0, 1)), "U8")
-    assert not needs_exchange("w", Held("U8", (8, 256), columns, (0, 1)), "U8")
+    assert not needs_exchange(Held("U8", (128, 256), rows, (0, 1)), "U8")
+    assert needs_exchange(Held("U8", (128, 256), columns, (0, 1)), "U8")
+    assert not needs_exchange(Held("U8", (128, 1 << 18), columns, (0, 1)), "U8")
+    assert not needs_exchange(Held("U8", (8, 256), columns, (0, 1)), "U8")
 
 
 def catalogue_of(by_rank: list[list[Target]]) -> dict[str, Held]:

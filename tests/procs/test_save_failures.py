@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .pool import RankPool
 
 ROWS = 64
+# A dead rank is named within 2 s; a loaded machine may take longer. The time-out of the save is 600 s.
+TOLD_WITHIN_S = 20
 
 
 def state(dim: int = 0, value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -51,11 +53,10 @@ def save_and(folder: str, what: str, dim: int) -> str:
         if what == "fail":
             raise OSError(5, "Input/output error")
 
-    start = time.monotonic()
     try:
         sf.save_state_dict(state(dim), folder, on_progress=progress, on_existing="replace", budget_bytes=8 << 20)
     except RankFailedError as error:
-        return f"rank {error.rank} within {time.monotonic() - start < 5}"
+        return f"rank {error.rank}"
     except OSError as error:
         return f"own {error.errno}"
     return "saved"
@@ -75,8 +76,9 @@ def test_a_killed_rank_is_named_the_old_checkpoint_stays_and_the_next_save_works
     ranks: RankPool, tmp_path: Path, old: Path, dim: int
 ) -> None:
     outcomes = ranks(4).outcomes(save_and, str(old), "die", dim)
-    assert outcomes[2].status == "died"
-    assert [outcomes[rank].value for rank in (0, 1, 3)] == ["rank 2 within True"] * 3
+    assert outcomes[2].status == "died", outcomes
+    assert [outcomes[rank].value for rank in (0, 1, 3)] == ["rank 2"] * 3
+    assert all(outcomes[rank].ended_at < outcomes[2].ended_at + TOLD_WITHIN_S for rank in (0, 1, 3))
     assert load_file(old / "model.safetensors")["w"].tolist() == [0, 0, 0]
     assert ranks(4).run(save, str(old)) == ["saved"] * 4
     assert load_file(old / "model.safetensors")["w"].shape == (ROWS, 128)
@@ -88,7 +90,7 @@ def test_an_error_on_one_rank_is_told_to_all_and_nothing_is_left(
     ranks: RankPool, tmp_path: Path, old: Path, dim: int
 ) -> None:
     told = ranks(4).run(save_and, str(old), "fail", dim)
-    assert told == ["rank 2 within True", "rank 2 within True", "own 5", "rank 2 within True"]
+    assert told == ["rank 2", "rank 2", "own 5", "rank 2"]
     assert load_file(old / "model.safetensors")["w"].tolist() == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

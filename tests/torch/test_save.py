@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import shardferry
 import shardferry.torch as sf
 from shardferry.errors import CheckpointExistsError, CheckpointWarning, InvalidInputError
+from shardferry.geometry.region import whole
+from shardferry.geometry.sharding import Sharding
 from shardferry.torch.dtypes import torch_dtype
 
 from .test_load import EVERY, Model, pair, raw
@@ -129,6 +131,14 @@ def test_floats_are_cast_and_sizes_follow(tmp_path: Path) -> None:
 def test_a_meta_tensor_has_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="w is on the meta device"):
         sf.save_state_dict({"w": torch.zeros(2, device="meta")}, tmp_path / "out")
+
+
+def test_a_sharding_for_a_name_nobody_has_is_refused(tmp_path: Path) -> None:
+    given = Sharding((2,), (whole((2,)),))
+    sf.save_state_dict({"w": torch.zeros(2)}, tmp_path / "right", shardings={"w": given})
+    with pytest.raises(InvalidInputError, match="shardings= names v, which no rank has"):
+        sf.save_state_dict({"w": torch.zeros(2)}, tmp_path / "out", shardings={"v": given})
+    assert not (tmp_path / "out").exists()
 
 
 def test_complex128_is_refused_before_any_file_is_made(tmp_path: Path) -> None:

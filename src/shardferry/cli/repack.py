@@ -76,6 +76,7 @@ def repack(  # noqa: PLR0913 - the options of the command line
             on_existing=on_existing,
             dtype=dtype,
             replicas="trust",
+            given_names=(),
             metadata={"format": "pt"},
             files_like=None,
             hub_limits=False,

@@ -9,7 +9,7 @@ import numpy as np
 from shardferry.execute.load import outer_offsets
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.spans import Collapsed, collapse
-from shardferry.plan.exchange import Box, Part, part_write, parts_of
+from shardferry.plan.exchange import Box, Part, part_write, turn_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,11 +67,7 @@ def _move(
     mover: Mover,
 ) -> list[tuple[Box, Bytes]]:
     """Run one round; return the boxes this rank owns with their bytes."""
-    parts = [
-        (box, part) for box in boxes for part in parts_of(box, exchange.catalogue[box.name], exchange.dtypes[box.name])
-    ]
-    outgoing = sorted((p for p in parts if p[1].sender == exchange.rank), key=lambda pair: pair[0].owner)
-    incoming = sorted((p for p in parts if p[0].owner == exchange.rank), key=lambda pair: pair[1].sender)
+    outgoing, incoming = turn_of(boxes, exchange.catalogue, exchange.dtypes, exchange.rank)
     send_sizes, receive_sizes = [0] * exchange.world_size, [0] * exchange.world_size
     for box, part in outgoing:
         send_sizes[box.owner] += _num_bytes(exchange, box, part)

@@ -25,6 +25,7 @@ from shardferry.execute.meter import Buffers, Meter
 from shardferry.execute.publishing import Staging, stage
 from shardferry.execute.report import Progress, RankReport, SaveReport, rank_report_from_bytes
 from shardferry.execute.save import Source, WriteSettings, execute_writes
+from shardferry.format.problem import listed
 from shardferry.format.writer import TensorSpec
 from shardferry.plan.catalogue import (
     Held,
@@ -44,7 +45,7 @@ from shardferry.transport.together import together
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -100,6 +101,7 @@ class SaveRequest:
         on_existing: What to do about a checkpoint that is there.
         dtype: safetensors dtype in which floating tensors are written; None keeps each one's own.
         replicas: Whether copies declared equal are believed or compared.
+        given_names: Names for which the caller gave shardings, but for those this rank itself has.
         metadata: `__metadata__` of every file.
         files_like: File of each name in a checkpoint whose assignment is kept.
         hub_limits: Whether an index that the Hub's tools refuse is an error.
@@ -112,6 +114,7 @@ class SaveRequest:
     on_existing: Literal["refuse", "replace"]
     dtype: str | None
     replicas: Literal["trust", "check"]
+    given_names: Collection[str]
     metadata: Mapping[str, str]
     files_like: Mapping[str, str] | None
     hub_limits: bool
@@ -173,14 +176,16 @@ def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model
     said = json.dumps([os.path.abspath(request.path), _options(request)])  # noqa: PTH100 - links stay as they are
 
     def tell() -> bytes:
-        return json.dumps([said, inventory_to_bytes(adapter.targets, group.rank).decode()]).encode()
+        inventory = inventory_to_bytes(adapter.targets, group.rank).decode()
+        return json.dumps([said, sorted(request.given_names), inventory]).encode()
 
     told = [json.loads(data) for data in together(group, "compare models", tell)]
-    _check_same_call([said for said, _ in told])
-    inventories = [inventory.encode() for _, inventory in told]
+    _check_same_call([said for said, _, _ in told])
+    inventories = [inventory.encode() for _, _, inventory in told]
     speaks = any(ranks[0] == group.rank for ranks in spokesmen(inventories).values())
     names = group.exchange("share names", names_to_bytes(adapter.targets) if speaks else b"")
     catalogue = make_catalogue(inventories, names)
+    _check_given_names({name for _, given, _ in told for name in given}, catalogue)
     dtypes = {name: _written_dtype(held.dtype, request.dtype) for name, held in catalogue.items()}
     layout = lay_out_checkpoint(
         {name: TensorSpec(dtypes[name], held.shape) for name, held in catalogue.items()},
@@ -206,6 +211,13 @@ def _check_same_call(said: Sequence[str]) -> None:
                 "the same absolute path and the same options"
             )
             raise InvalidInputError(message)
+
+
+def _check_given_names(given: Collection[str], catalogue: Mapping[str, Held]) -> None:
+    """Refuse a name nobody has: a typing error would leave a tensor with the layout it should not be trusted with."""
+    unknown = sorted(name for name in given if name not in catalogue)
+    if unknown:
+        raise InvalidInputError(f"shardings= names {listed(unknown, 5)}, which no rank has")
 
 
 def _written_dtype(dtype: str, asked: str | None) -> str:
@@ -251,14 +263,13 @@ def _plan(group: Group, model: _Model, request: SaveRequest) -> _Plan:
     exchanged = frozenset(
         name
         for name, held in model.catalogue.items()
-        if group.world_size > 1 and needs_exchange(name, held, model.dtypes[name])
+        if group.world_size > 1 and needs_exchange(held, model.dtypes[name])
     )
     rounds = plan_rounds(
         model.catalogue,
         model.layout.files,
         model.dtypes,
         exchanged=exchanged,
-        world_size=group.world_size,
         box_bytes=min(BOX_BYTES, request.budget_bytes // BUFFERS_PER_BOX),
     )
     writes = plan_save(model.catalogue, model.layout.files, model.dtypes, rank=group.rank, exchanged=exchanged)

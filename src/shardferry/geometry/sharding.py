@@ -9,7 +9,7 @@ not the same as an empty piece.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +48,14 @@ class MeshLayout:
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
     splits: tuple[Split, ...]
+    # Kept: layouts are keys of caches, and hashing a thousand ranks takes longer than what is looked up.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh_shape, self.ranks, self.splits)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,12 @@ def _region(dims: list[list[list[int]]]) -> Region:
 
 def holders(held: Held) -> tuple[int, ...]:
     """Return the ranks that have the tensor and that its layout names."""
-    return held.ranks if held.layout is None else tuple(sorted(set(held.ranks) & set(holders_of(held.layout))))
+    return held.ranks if held.layout is None else _common(held.ranks, held.layout)
+
+
+@lru_cache(maxsize=4096)
+def _common(ranks: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    return tuple(sorted(set(ranks) & set(holders_of(layout))))
 
 
 def replica_names(catalogue: Mapping[str, Held], rank: int, *, check_declared: bool) -> list[str]:

@@ -8,12 +8,14 @@ pure function of the catalogue, so all ranks know every size beforehand and none
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import Region, overlap, select, whole
 from shardferry.geometry.spans import collapse
-from shardferry.plan.save import Write, local_write, writer_regions
+from shardferry.plan.catalogue import holders
+from shardferry.plan.save import Write, local_write, pieces_of
 from shardferry.units import KIB
 
 if TYPE_CHECKING:
@@ -54,17 +56,21 @@ class Part(NamedTuple):
     region: Region
 
 
-def needs_exchange(name: str, held: Held, dtype: str) -> bool:
+class Turn(NamedTuple):
+    """What one rank does in a round.
+
+    Attributes:
+        outgoing: Parts it sends, in the order of the receivers; those it keeps among them.
+        incoming: Parts it gets, in the order of the senders.
+    """
+
+    outgoing: tuple[tuple[Box, Part], ...]
+    incoming: tuple[tuple[Box, Part], ...]
+
+
+def needs_exchange(held: Held, dtype: str) -> bool:
     """Return whether some rank would have to write a tensor in thin rows."""
-    bits = BITS[dtype]
-    for regions in writer_regions(name, held, bits).values():
-        for region in regions:
-            _, dims = collapse(region, held.shape, bits)
-            num_rows = math.prod(sum(stop - start for start, stop in dim) for dim in dims[:-1])
-            thinnest = min(stop - start for start, stop in dims[-1])
-            if num_rows >= EXCHANGE_MIN_ROWS and thinnest < DIRECT_ROW_BYTES:
-                return True
-    return False
+    return _has_thin_rows(held, BITS[dtype])
 
 
 def plan_rounds(
@@ -73,44 +79,84 @@ def plan_rounds(
     dtypes: Mapping[str, str],
     *,
     exchanged: frozenset[str],
-    world_size: int,
     box_bytes: int,
 ) -> list[tuple[Box, ...]]:
     """Return the rounds of the exchange, each at most one box per rank; none if no tensor needs it.
+
+    A box goes to a rank that holds a part of it; the holders of a kind of tensor take turns.
 
     Args:
         catalogue: Every tensor of the job.
         files: How they are laid out over files.
         dtypes: The dtype each is written in.
         exchanged: The tensors that need it.
-        world_size: Ranks that take part.
         box_bytes: Most bytes of a box.
     """
-    boxes: list[Box] = []
+    rounds: list[list[Box]] = []
+    num_boxes: dict[tuple[int, ...], int] = {}
+    num_owned: dict[int, int] = {}
     for file in files:
         for name, (start, _) in sorted(file.spans.items(), key=lambda item: item[1]):
+            if name not in exchanged:
+                continue
             held = catalogue[name]
-            if name in exchanged:
-                regions = _boxes(whole(held.shape), held.shape, BITS[dtypes[name]], box_bytes)
-                boxes.extend(Box(name, file.name, start, region, 0) for region in regions)
-    placed = [box._replace(owner=at % world_size) for at, box in enumerate(boxes)]
-    return [tuple(placed[at : at + world_size]) for at in range(0, len(placed), world_size)]
+            ranks = holders(held)
+            for region in _boxes_of(held.shape, BITS[dtypes[name]], box_bytes):
+                owner = ranks[num_boxes.get(ranks, 0) % len(ranks)]
+                num_boxes[ranks] = num_boxes.get(ranks, 0) + 1
+                turn = num_owned.get(owner, 0)
+                num_owned[owner] = turn + 1
+                if turn == len(rounds):
+                    rounds.append([])
+                rounds[turn].append(Box(name, file.name, start, region, owner))
+    return [tuple(boxes) for boxes in rounds]
+
+
+def turn_of(boxes: Sequence[Box], catalogue: Mapping[str, Held], dtypes: Mapping[str, str], rank: int) -> Turn:
+    """Return what a rank does in the round that moves these boxes."""
+    outgoing, incoming = [], []
+    for box in boxes:
+        held = catalogue[box.name]
+        if box.owner != rank and rank not in holders(held):
+            continue
+        for part in parts_of(box, held, dtypes[box.name]):
+            if part.sender == rank:
+                outgoing.append((box, part))
+            if box.owner == rank:
+                incoming.append((box, part))
+    outgoing.sort(key=lambda pair: pair[0].owner)
+    return Turn(tuple(outgoing), tuple(incoming))
 
 
 def parts_of(box: Box, held: Held, dtype: str) -> tuple[Part, ...]:
     """Return what each rank sends of a box, in the order of the ranks."""
     parts = []
-    for sender, regions in sorted(writer_regions(box.name, held, BITS[dtype]).items()):
-        for region in regions:
-            common = _intersect(region, box.region)
-            if common is not None:
-                parts.append(Part(sender, common))
-    return tuple(parts)
+    for piece in pieces_of(held, BITS[dtype]):
+        common = _intersect(piece.region, box.region)
+        if common is not None:
+            parts.append(Part(piece.writer(box.name), common))
+    return tuple(sorted(parts, key=lambda part: part.sender))
 
 
 def part_write(box: Box, part: Part, held: Held, dtype: str) -> Write:
     """Return a part as a write of its sender, who finds the elements in its local tensor by it."""
     return local_write(box.name, box.file, box.start, dtype, held, part.region, part.sender)
+
+
+@lru_cache(maxsize=4096)
+def _has_thin_rows(held: Held, bits: int) -> bool:
+    for piece in pieces_of(held, bits):
+        _, dims = collapse(piece.region, held.shape, bits)
+        num_rows = math.prod(sum(stop - start for start, stop in dim) for dim in dims[:-1])
+        thinnest = min(stop - start for start, stop in dims[-1])
+        if num_rows >= EXCHANGE_MIN_ROWS and thinnest < DIRECT_ROW_BYTES:
+            return True
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _boxes_of(shape: tuple[int, ...], bits: int, max_bytes: int) -> tuple[Region, ...]:
+    return tuple(_boxes(whole(shape), shape, bits, max_bytes))
 
 
 def _boxes(region: Region, shape: tuple[int, ...], bits: int, max_bytes: int, dim: int = 0) -> Iterator[Region]:

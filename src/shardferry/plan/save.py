@@ -91,8 +91,8 @@ def plan_save(
             check_whole(name, held)
             if name in exchanged or rank not in held.ranks:
                 continue
-            regions = _regions_of(name, held, BITS[dtypes[name]], rank)
-            writes.extend(local_write(name, file.name, start, dtypes[name], held, region, rank) for region in regions)
+            pieces = (piece for piece in pieces_of(held, BITS[dtypes[name]]) if piece.writer(name) == rank)
+            writes.extend(local_write(name, file.name, start, dtypes[name], held, one.region, rank) for one in pieces)
     return tuple(writes)
 
 
@@ -105,22 +105,32 @@ def local_write(  # noqa: PLR0917 - the fields of a write
     return Write(name, file, start, dtype, held.shape, region, local)
 
 
-@lru_cache(maxsize=1024)
-def writer_regions(name: str, held: Held, bits: int) -> dict[int, list[Region]]:
-    """Return what every rank writes of a tensor; together that is every element once."""
-    return {rank: list(_regions_of(name, held, bits, rank)) for rank in holders(held)}
+class Piece(NamedTuple):
+    """A region of a tensor that one rank writes: any of those given, which of them the name decides."""
+
+    region: Region
+    ranks: tuple[int, ...]
+
+    def writer(self, name: str) -> int:
+        """Return the rank that writes it of the tensor of this name."""
+        return self.ranks[0] if len(self.ranks) == 1 else self.ranks[hash_names([name]) % len(self.ranks)]
+
+
+def pieces_of(held: Held, bits: int) -> tuple[Piece, ...]:
+    """Return the pieces that are every element of a tensor once; the same for all tensors of a kind."""
+    return _pieces(held.shape, held.layout, holders(held), bits)
 
 
 def check_whole(name: str, held: Held) -> None:
     """Raise `ShardingError` unless every element of a tensor is on some rank."""
-    for region, owners in _parts(held):
-        if not owners:
-            first = ", ".join(f"{dim[0][0]}-{dim[0][1]}" for dim in region.dims)
-            message = (
-                f"{name}: elements [{first}] of shape {list(held.shape)} are on no rank, so it cannot be saved. "
-                "Every rank of the tensor's mesh must take part, with its layout"
-            )
-            raise ShardingError(message)
+    gap = _gap(held.shape, held.layout, holders(held))
+    if gap is not None:
+        first = ", ".join(f"{dim[0][0]}-{dim[0][1]}" for dim in gap.dims)
+        message = (
+            f"{name}: elements [{first}] of shape {list(held.shape)} are on no rank, so it cannot be saved. "
+            "Every rank of the tensor's mesh must take part, with its layout"
+        )
+        raise ShardingError(message)
 
 
 def split_write(write: Write, max_bytes: int) -> Iterator[Write]:
@@ -128,34 +138,33 @@ def split_write(write: Write, max_bytes: int) -> Iterator[Write]:
     yield from _split(write, max_bytes, 0)
 
 
-def _regions_of(name: str, held: Held, bits: int, rank: int) -> Iterator[Region]:
-    for part, ranks in _parts(held):
-        if rank not in ranks:
-            continue
-        if len(ranks) == 1:
-            yield part
-        elif part.num_elements * bits // 8 < SPLIT_MIN_BYTES:
-            if ranks[hash_names([name]) % len(ranks)] == rank:
-                yield part
+@lru_cache(maxsize=4096)
+def _pieces(shape: tuple[int, ...], layout: Layout | None, ranks: tuple[int, ...], bits: int) -> tuple[Piece, ...]:
+    pieces = []
+    for part, owners in _parts(shape, layout, ranks):
+        if len(owners) > 1 and part.num_elements * bits // 8 >= SPLIT_MIN_BYTES:
+            shares = (Piece(_share(part, at, len(owners)), (rank,)) for at, rank in enumerate(owners))
+            pieces += [share for share in shares if share.region.num_elements]
         else:
-            share = _share(part, ranks.index(rank), len(ranks))
-            if share.num_elements:
-                yield share
-
-
-def _parts(held: Held) -> tuple[tuple[Region, tuple[int, ...]], ...]:
-    """Return the parts of a tensor with their holders, none for elements that nobody has."""
-    return _cached_parts(held.shape, held.layout, holders(held))
+            pieces.append(Piece(part, owners))
+    return tuple(pieces)
 
 
 @lru_cache(maxsize=4096)
-def _cached_parts(
+def _gap(shape: tuple[int, ...], layout: Layout | None, ranks: tuple[int, ...]) -> Region | None:
+    return next((part for part, owners in _parts(shape, layout, ranks) if not owners), None)
+
+
+@lru_cache(maxsize=4096)
+def _parts(
     shape: tuple[int, ...], layout: Layout | None, ranks: tuple[int, ...]
 ) -> tuple[tuple[Region, tuple[int, ...]], ...]:
+    """Return the parts of a tensor with their holders, none for elements that nobody has."""
     if 0 in shape:
         return ()
+    present = set(ranks)
     regions = tuple(
-        region_of(layout, shape, rank) if rank in set(ranks) else None for rank in range(max(ranks, default=-1) + 1)
+        region_of(layout, shape, rank) if rank in present else None for rank in range(max(ranks, default=-1) + 1)
     )
     return tuple((atom.region, atom.holders) for atom in atoms_of(Sharding(shape, regions)))
 

@@ -114,8 +114,10 @@ def save_model(
     unwrapped = getattr(model, "_orig_mod", model)
 
     def prepare() -> tuple[_Saver, SaveRequest]:
-        saver = _Saver(_entries_to_write(unwrapped), unwrapped, options)
-        return saver, _request(path, max_shard_size, on_existing, options)
+        entries = model_entries(unwrapped)
+        known = {name for entry in entries for name in entry.names}
+        saver = _Saver(_entries_to_write(unwrapped, entries), unwrapped, options)
+        return saver, _request(path, max_shard_size, on_existing, known, options)
 
     return _run(prepare, options)
 
@@ -152,7 +154,7 @@ def save_state_dict(
     def prepare() -> tuple[_Saver, SaveRequest]:
         cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
         entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
-        return _Saver(entries, None, options), _request(path, max_shard_size, on_existing, options)
+        return _Saver(entries, None, options), _request(path, max_shard_size, on_existing, set(state_dict), options)
 
     return _run(prepare, options)
 
@@ -207,6 +209,7 @@ def _request(
     path: str | os.PathLike[str],
     max_shard_size: int | str,
     on_existing: Literal["refuse", "replace"],
+    known: set[str],
     options: SaveOptions,
 ) -> SaveRequest:
     dtype = options.get("dtype")
@@ -217,6 +220,7 @@ def _request(
         on_existing=_one_of(on_existing, "on_existing", ("refuse", "replace")),
         dtype=None if dtype is None else _float_name(dtype),
         replicas=_one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
+        given_names=set(options.get("shardings", {})) - known,
         metadata={"format": "pt", **options.get("metadata", {})},
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),
@@ -246,10 +250,9 @@ def _one_of(value: _Choice, name: str, choices: tuple[str, ...]) -> _Choice:
     return value
 
 
-def _entries_to_write(model: nn.Module) -> Iterator[Entry]:
+def _entries_to_write(model: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:
     """Yield what a checkpoint of a model has: each memory once, under a name that is not declared tied to another."""
     declared = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    entries = model_entries(model)
     present = {name for entry in entries for name in entry.names}
     for entry in entries:
         if not all(name in declared and declared[name] in present and name != declared[name] for name in entry.names):

@@ -2,23 +2,30 @@
 
 1. open: rank 0 opens and validates the checkpoint and shares the parsed index.
 2. agree: every rank matches its model with the index; names, shapes, dtypes and layouts are compared over all ranks.
-3. plan: every rank plans its copies; one rank per other node checks that its files are the ones rank 0 opened.
-4. read: every rank allocates and reads.
+3. plan: every rank plans its copies; one rank per other node checks that its files are the ones rank 0 opened. Where
+   one rank may read for others, all agree how (see `reading`).
+4. read: every rank allocates and reads, and exchanges what one has read for several.
 
-Each step succeeds on all ranks or raises on all ranks. Nothing but these four small exchanges couples the ranks.
+Each step succeeds on all ranks or raises on all ranks. Nothing but these small exchanges couples ranks that read for
+themselves.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from shardferry.convert.table import describe_rule
 from shardferry.errors import InvalidInputError
-from shardferry.execute.load import Destination, Settings, Staging, execute_load
-from shardferry.execute.meter import Meter
+from shardferry.execute.fill import execute_plan
+from shardferry.execute.load import Destination, Settings, Staging
+from shardferry.execute.meter import Buffers, Meter
 from shardferry.execute.open import open_checkpoint
+from shardferry.execute.reading import Reading, Sharing, agree_on_reading, may_share, read_alone
+from shardferry.execute.readonce import Rounds, execute_rounds
 from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
 from shardferry.execute.topology import nodes_of, read_threads
 from shardferry.format.checkpoint import check_file
@@ -49,6 +56,7 @@ from shardferry.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from shardferry.storage.base import Store
     from shardferry.transport.base import Group
 
 logger = logging.getLogger(__name__)
@@ -107,6 +115,7 @@ class Request:
         node_of_rank: Node of every rank, instead of the detected one.
         on_progress: Called on every rank with its own progress.
         budget_bytes: Memory this rank may use beside the tensors.
+        sharing: How one rank may read for others; None if they have no way to exchange bytes.
     """
 
     path: str
@@ -118,9 +127,7 @@ class Request:
     node_of_rank: Sequence[int] | None
     on_progress: Callable[[Progress], None] | None
     budget_bytes: int
-
-
-STRATEGY = "independent: every rank reads its own bytes; ranks of a node share its page cache"
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +156,13 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
         unfitting = _unfitting(index, tables)
         raise_problems(unfitting, strict=request.strict)
     with mine.timed("plan"):
-        plan = _plan(group, _Known(index, matching, tables, nodes), request.path)
-    reports = _read(_Work(group, adapter, plan, index.files, nodes, request, mine))
+        reading = _plan(group, _Known(index, matching, tables, nodes), request)
+    reports = _read(_Work(group, adapter, reading, index.files, nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
-    report = LoadReport(reports, tuple(unfitting.missing), tuple(unfitting.unexpected), ignored, STRATEGY)
+    unmatched = tuple(map(describe_rule, matching.unmatched))
+    report = LoadReport(
+        reports, tuple(unfitting.missing), tuple(unfitting.unexpected), ignored, reading.strategy, unmatched
+    )
     if group.rank == 0:
         logger.info("loaded %s: %s bytes on %s ranks", request.path, report.total.bytes_wanted, group.world_size)
     return report
@@ -218,19 +228,25 @@ def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:
     return merged
 
 
-def _plan(group: Group, known: _Known, path: str) -> LoadPlan:
+def _plan(group: Group, known: _Known, request: Request) -> Reading:
     plans: list[LoadPlan] = []
 
-    def work() -> bytes:
+    def make() -> LoadPlan:
         plans.append(plan_load(known.index, _wanted(known, group.rank)))
-        _check_files(known, group.rank, path)
+        _check_files(known, group.rank, request.path)
+        return plans[0]
+
+    def work() -> bytes:
+        make()
         return b""
 
+    if request.sharing is not None and may_share(known.nodes, known.index.root, request.sharing):
+        return agree_on_reading(group, known.index, known.nodes, request.sharing, make)
     if len(set(known.nodes)) == 1:
         work()  # rank 0 has looked at the files; an error here still reaches all ranks, when they read
     else:
         together(group, "plan", work)
-    return plans[0]
+    return read_alone(plans[0], request.sharing)
 
 
 def _wanted(known: _Known, rank: int) -> Iterator[Wanted]:
@@ -259,7 +275,7 @@ def _check_files(known: _Known, rank: int, path: str) -> None:
 class _Work(NamedTuple):
     group: Group
     adapter: Adapter
-    plan: LoadPlan
+    reading: Reading
     files: Mapping[str, FileInfo]
     nodes: Sequence[int]
     request: Request
@@ -268,23 +284,29 @@ class _Work(NamedTuple):
 
 def _read(work: _Work) -> tuple[RankReport, ...]:
     meter = Meter(work.request.budget_bytes)
+    plan = work.reading.plan
 
     def read() -> bytes:
         with work.mine.timed("allocate"):
-            destinations = work.adapter.allocate(work.plan, meter)
+            destinations = work.adapter.allocate(plan, meter)
+        where = locate(work.request.path)
+        store = where.open_store(work.files)
+        threads = read_threads(work.nodes, work.group.rank, is_local=where.is_local)
+        piece_bytes = _piece_bytes(plan, work.request.budget_bytes // (threads * BUFFERS_PER_THREAD))
+        settings = Settings(
+            num_threads=threads,
+            piece_bytes=piece_bytes,
+            staging=lambda: work.adapter.staging(piece_bytes, meter),
+            on_bytes=_Counter(work.mine, plan.bytes_wanted, work.request.on_progress),
+            check=work.group.check,
+        )
+        exchange = work.reading.exchange
+        if exchange is not None:
+            with work.mine.timed("exchange"):
+                _exchange(work, destinations, store, settings, Buffers(meter))
         with work.mine.timed("read"):
-            where = locate(work.request.path)
-            threads = read_threads(work.nodes, work.group.rank, is_local=where.is_local)
-            piece_bytes = _piece_bytes(work.plan, work.request.budget_bytes // (threads * BUFFERS_PER_THREAD))
-            settings = Settings(
-                num_threads=threads,
-                piece_bytes=piece_bytes,
-                staging=lambda: work.adapter.staging(piece_bytes, meter),
-                on_bytes=_Counter(work.mine, work.plan.bytes_wanted, work.request.on_progress),
-                check=work.group.check,
-            )
-            execute_load(work.plan, destinations, where.open_store(work.files), work.files, settings)
-        work.mine.num_tensors = len(work.plan.tensors)
+            execute_plan(plan if exchange is None else exchange.plan.direct, destinations, store, work.files, settings)
+        work.mine.num_tensors = len(plan.tensors)
         work.mine.peak_extra_bytes = meter.peak_bytes
         work.mine.num_cast, work.mine.num_overflowed = work.adapter.cast_counts()
         return work.mine.to_bytes()
@@ -294,8 +316,23 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
     return tuple(rank_report_from_bytes(data) for data in told)
 
 
+def _exchange(
+    work: _Work, destinations: Mapping[str, Destination], store: Store, settings: Settings, buffers: Buffers
+) -> None:
+    """Read and exchange what several ranks want."""
+    exchange, sharing = work.reading.exchange, work.request.sharing
+    assert exchange is not None
+    assert sharing is not None
+    opened = sharing.mover(work.group.check) if exchange.is_needed else nullcontext()
+    rounds = Rounds(exchange.plan, exchange.units, work.group.rank, work.group.world_size, store, work.files)
+    with opened as mover:
+        moved = execute_rounds(rounds, destinations, settings, buffers, mover)
+    buffers.release()
+    work.mine.bytes_sent, work.mine.bytes_received = moved
+
+
 def _piece_bytes(plan: LoadPlan, most: int) -> int:
-    largest = max((copy.num_bytes for tensor in plan.tensors for copy in tensor.copies), default=1)
+    largest = max((copy.num_bytes for tensor in plan.tensors for copy in tensor.all_copies()), default=1)
     return min(PIECE_BYTES, most, largest)
 
 

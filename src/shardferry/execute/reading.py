@@ -1,0 +1,269 @@
+"""Agree how to read: who wants what, what each way of reading would cost, and one plan that all ranks share.
+
+1. plan: every rank plans its own copies and tells what they read; rank 0 tells what storage costs it, and that is
+   everyone's cost model.
+2. share wants: the sets of tensors behind what was told, each by one rank.
+3. compare plans: every rank plans its part of the exchange, and tells a hash of what it shares with each group.
+
+Where ranks share one page cache, or are told to, they read for themselves, and none of this is done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from shardferry.errors import InvalidInputError, ShardingError
+from shardferry.execute.costs import cost_model_for
+from shardferry.format.index import CheckpointIndex, TensorInfo
+from shardferry.geometry.sharding import Sharding
+from shardferry.plan.catalogue import Held
+from shardferry.plan.costmodel import PRESETS, cost_model_from_json, cost_model_to_json
+from shardferry.plan.demand import (
+    all_shapes,
+    make_demand,
+    number_units,
+    patterns_of,
+    sets_to_bytes,
+    wants_of,
+    wants_to_bytes,
+)
+from shardferry.plan.estimate import ReadOnce, choose_strategy, thin_bytes
+from shardferry.plan.readonce import Policy, ReadOncePlan, plan_read_once
+from shardferry.storage.location import is_remote, locate
+from shardferry.transport.together import together
+from shardferry.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from shardferry.geometry.region import Region
+    from shardferry.plan.costmodel import CostModel
+    from shardferry.plan.demand import Demand, Units, Wants
+    from shardferry.plan.estimate import Estimate
+    from shardferry.plan.load import LoadPlan
+    from shardferry.transport.base import Group
+    from shardferry.transport.bulk import Mover
+
+# Below this, a round would be so small that it costs more than its bytes; a guess.
+MIN_EXCHANGE_BYTES = MIB
+
+_ONE_PAGE_CACHE = "independent: every rank reads its own bytes; all ranks share one page cache"
+_AS_ASKED = "independent: every rank reads its own bytes, as asked"
+
+
+class Sharing(NamedTuple):
+    """What the caller asked for about reading for each other.
+
+    Attributes:
+        read_once: Whether one rank reads what several want: `"auto"` if that is predicted to be faster.
+        exchange_bytes: Most bytes of memory that a rank's exchange may take.
+        mover: Opens what moves bytes between ranks; takes what to call while it waits. Collective.
+    """
+
+    read_once: ReadOnce
+    exchange_bytes: int
+    mover: Callable[[Callable[[], None]], AbstractContextManager[Mover]]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a rank reads with others.
+
+    Attributes:
+        plan: What it reads by itself and what it exchanges.
+        units: Everything stored.
+        is_needed: Whether any rank of the job has bytes to move.
+    """
+
+    plan: ReadOncePlan
+    units: Units
+    is_needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How one rank reads.
+
+    Attributes:
+        plan: What it wants, as copies it could make by itself.
+        exchange: What it reads with others; None if every rank reads for itself.
+        strategy: How the job reads, and why.
+    """
+
+    plan: LoadPlan
+    exchange: Exchange | None
+    strategy: str
+
+
+def check_sharing(sharing: Sharing) -> None:
+    """Raise `InvalidInputError` if the caller asked for what there is not."""
+    if sharing.read_once not in get_args(ReadOnce):
+        raise InvalidInputError(f'read_once is {sharing.read_once!r}; it can be "auto", "always" or "never"')
+    if sharing.exchange_bytes < MIN_EXCHANGE_BYTES:
+        raise InvalidInputError(
+            f"exchange_bytes is {sharing.exchange_bytes}; an exchange needs at least {format_bytes(MIN_EXCHANGE_BYTES)}"
+        )
+
+
+def may_share(nodes: Sequence[int], root: str, sharing: Sharing | None) -> bool:
+    """Return whether ranks could read for each other; the same on all ranks that have the same index and options.
+
+    Args:
+        nodes: The node of every rank.
+        root: Where rank 0 opened the checkpoint.
+        sharing: What the caller asked for.
+    """
+    if len(nodes) == 1 or sharing is None or sharing.read_once == "never":
+        return False
+    return sharing.read_once == "always" or len(set(nodes)) > 1 or is_remote(root)
+
+
+def read_alone(plan: LoadPlan, sharing: Sharing | None) -> Reading:
+    """Return how to read where ranks do not share."""
+    asked = sharing is not None and sharing.read_once == "never"
+    return Reading(plan, None, _AS_ASKED if asked else _ONE_PAGE_CACHE)
+
+
+def agree_on_reading(
+    group: Group, index: CheckpointIndex, nodes: Sequence[int], sharing: Sharing, make_plan: Callable[[], LoadPlan]
+) -> Reading:
+    """Return how this rank reads, once all have agreed. Collective: call it if `may_share` says so.
+
+    Args:
+        group: The ranks.
+        index: The checkpoint.
+        nodes: The node of every rank.
+        sharing: What the caller asked for.
+        make_plan: Returns what this rank would read by itself; may raise.
+
+    Raises:
+        InvalidInputError: If ranks were called with different options; names them.
+        ShardingError: If ranks do not plan the same, which is a fault of ours; names them.
+    """
+    units = number_units(index)
+    plans: list[LoadPlan] = []
+    wants: list[Wants] = []
+
+    def tell() -> bytes:
+        plans.append(make_plan())
+        wants.append(wants_of(plans[0], units))
+        cost = cost_model_to_json(_cost_of(index.root)) if group.rank == 0 else None
+        return json.dumps([_options(sharing, nodes), cost, wants_to_bytes(wants[0]).decode()]).encode()
+
+    told = [json.loads(data) for data in together(group, "plan", tell)]
+    _check_same_call([options for options, _, _ in told])
+    cost = cost_model_from_json(json.dumps(told[0][1]).encode(), "what rank 0 told")
+    said = [want.encode() for _, _, want in told]
+    sets = together(group, "share wants", lambda: sets_to_bytes(wants[0], said, group.rank))
+    demand = make_demand(said, sets)
+    estimate = _estimate(demand, units, index, nodes, cost, sharing)
+    if estimate.chosen == "independent":
+        return Reading(plans[0], None, estimate.why)
+    domains = (0,) * len(nodes) if estimate.chosen == "read-once per job" else tuple(nodes)
+    policy = Policy(domains, thin_bytes(cost), sharing.exchange_bytes)
+    once: list[ReadOncePlan] = []
+
+    def plan() -> bytes:
+        once.append(plan_read_once(plans[0], units, demand, wants[0], policy, rank=group.rank))
+        return _digests(once[0])
+
+    digests = together(group, "compare plans", plan)
+    is_needed = check_plans(digests)
+    return Reading(plans[0], Exchange(once[0], units, is_needed), estimate.why)
+
+
+def check_plans(told: Sequence[bytes]) -> bool:
+    """Return whether any rank has bytes to move, once it is clear that all members of every group plan the same.
+
+    Args:
+        told: By rank, for each of its groups a hash of the group, its size, and a hash of its plan.
+
+    Raises:
+        ShardingError: If they do not; names the ranks.
+    """
+    groups: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, data in enumerate(told):
+        for group, size, digest in json.loads(data):
+            groups[group, size][digest].append(rank)
+    for (_, size), plans in groups.items():
+        first = next(iter(plans.values()))
+        if len(first) != size:
+            others = sorted(rank for ranks in plans.values() for rank in ranks if rank not in first)
+            said = f"ranks {first} plan another exchange than ranks {others}" if others else f"only ranks {first} plan"
+            raise ShardingError(
+                f"{said} of a group of {size}. All ranks need the same version of shardferry; with that, this is a "
+                'fault in it, and read_once="never" goes around it'
+            )
+    return any(size > 1 for _, size in groups)
+
+
+def _options(sharing: Sharing, nodes: Sequence[int]) -> list[object]:
+    return [sharing.read_once, sharing.exchange_bytes, _hash(json.dumps(list(nodes)).encode())]
+
+
+def _check_same_call(told: Sequence[list[object]]) -> None:
+    for rank, options in enumerate(told):
+        for name, mine, first in zip(("read_once", "exchange_bytes", "node_of_rank"), options, told[0], strict=True):
+            if mine != first:
+                values = "" if name == "node_of_rank" else f": {first!r} and {mine!r}"
+                raise InvalidInputError(
+                    f"ranks 0 and {rank} call this load with different {name}{values}. exchange_bytes counts no more "
+                    "than budget_bytes. Give every rank the same options"
+                )
+
+
+def _cost_of(root: str) -> CostModel:
+    where = locate(root)
+    return cost_model_for(where.root) if where.is_local else PRESETS[where.kind]
+
+
+def _estimate(  # noqa: PLR0917 - all of it is what a decision depends on
+    demand: Demand, units: Units, index: CheckpointIndex, nodes: Sequence[int], cost: CostModel, sharing: Sharing
+) -> Estimate:
+    """Price the ways to read what all ranks want, with every unit as a tensor of its own."""
+    tensors: dict[str, TensorInfo] = {}
+    job: dict[str, Held] = {}
+    for pattern in patterns_of(demand, units, all_shapes(demand)):
+        regions: list[Region | None] = [None] * len(nodes)
+        extra: dict[int, list[Region | None]] = {}
+        for rank, (first, *others) in pattern.wants:
+            regions[rank] = first
+            for at, region in enumerate(others):
+                extra.setdefault(at, [None] * len(nodes))[rank] = region
+        for at, held in enumerate((regions, *extra.values())):
+            layout = Sharding(pattern.shape, tuple(held))
+            ranks = tuple(rank for rank, region in enumerate(held) if region is not None)
+            for unit in pattern.units.tolist():
+                stored = units.units[unit]
+                name = f"{unit} {at} {pattern.shape}"
+                span = (stored.start, stored.start + _num_bytes(pattern.shape, pattern.bits))
+                tensors[name] = TensorInfo(stored.dtype, pattern.shape, stored.file, span)
+                job[name] = Held(stored.dtype, pattern.shape, layout, ranks)
+    stored_as = CheckpointIndex(index.root, tensors, index.files, {})
+    return choose_strategy(
+        job, stored_as, nodes, cost, read_once=sharing.read_once, exchange_bytes=sharing.exchange_bytes
+    )
+
+
+def _num_bytes(shape: Sequence[int], bits: int) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count * bits // 8
+
+
+def _digests(plan: ReadOncePlan) -> bytes:
+    rows = [
+        [_hash(repr((stream.ranks, stream.is_common)).encode()), len(stream.ranks), _hash(stream.digest())]
+        for stream in plan.streams
+    ]
+    return json.dumps(rows).encode()
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

@@ -24,6 +24,7 @@ VERBS = {
     "demo": "Load a real model three ways over 4 processes, and check what it computes.",
     "diff": "Compare two checkpoints: names, dtypes, shapes and bytes.",
     "inspect": "Show what is in a checkpoint: tensors, dtypes, shapes, bytes, files.",
+    "plan": "Show how a job would read a checkpoint, what each way costs, and which one wins.",
     "probe": "Measure what the storage of a path costs, for loads to reckon with.",
     "repack": "Write a checkpoint anew: in other files, another dtype, or under other names.",
     "verify": "Check a checkpoint and print everything that is wrong with it.",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from shardferry.errors import InvalidInputError, StorageError
 from shardferry.plan.costmodel import PRESETS, cost_model_from_json, cost_model_to_json
 from shardferry.storage.filesystem import mount_of
+from shardferry.storage.location import locate
 
 if TYPE_CHECKING:
     from shardferry.plan.costmodel import CostModel
@@ -53,6 +54,19 @@ def cost_model_for(path: str | os.PathLike[str]) -> CostModel:
         return preset
     except (OSError, InvalidInputError) as error:
         return replace(preset, source=f"{preset.source} ({error})"[:400])
+
+
+def storage_cost(root: str) -> CostModel:
+    """Return what the storage of a checkpoint costs, a path's or a URL's.
+
+    Args:
+        root: The folder or URL that file names are relative to, as an index has it.
+
+    Raises:
+        StorageError: If it is a path and cannot be looked at.
+    """
+    where = locate(root)
+    return cost_model_for(where.root) if where.is_local else PRESETS[where.kind]
 
 
 def named_cost_model(name: str) -> CostModel:

@@ -24,7 +24,7 @@ from shardferry.plan.volumes import (
     volume_independent,
     volume_once,
     volume_whole,
-    wanted_by_any,
+    wanted_by_group,
     wanted_by_rank,
 )
 from shardferry.units import MIB, format_bytes
@@ -59,7 +59,8 @@ class Price:
     Attributes:
         strategy: The way.
         storage_bytes: Bytes that cross the storage link, over the job: the egress.
-        node_bytes: Shape (num_nodes,): the same by node.
+        over_read_bytes: Of these, bytes that nobody wants where they arrive: holes, rest of rows, rest of files.
+        node_bytes: Shape (num_nodes,): storage bytes by node.
         node_requests: Shape (num_nodes,): runs of bytes read from storage; a long run is one however it is cut.
         rank_bytes: Shape (world_size,): bytes each rank reads, out of a page cache included.
         received_remote: Shape (num_nodes,): bytes that ranks of a node receive from other nodes.
@@ -71,6 +72,7 @@ class Price:
 
     strategy: Strategy
     storage_bytes: int
+    over_read_bytes: int
     node_bytes: Ints
     node_requests: Ints
     rank_bytes: Ints
@@ -113,6 +115,11 @@ class Estimate:
         return self.prices[STRATEGIES.index(strategy)]
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes of the job."""
+        return max(self.nodes, default=-1) + 1
+
+    @property
     def egress_bytes(self) -> int:
         """Bytes that will cross the storage link."""
         return self.price(self.chosen).storage_bytes
@@ -149,13 +156,16 @@ def choose_strategy(
         volume_once(shape, node_of, node_of, thin_bytes=thin_bytes(cost)),
         volume_once(shape, node_of, np.zeros_like(node_of), thin_bytes=thin_bytes(cost)),
     )
+    wanted, by_node = wanted_by_rank(shape), int(wanted_by_group(shape, node_of).sum())
+    total = int(wanted_by_group(shape, np.zeros_like(node_of)).sum())
+    alone = by_node if cost.has_page_cache else int(wanted.sum())
     prices = tuple(
-        _priced(strategy, volume, cost, exchange_bytes) for strategy, volume in zip(STRATEGIES, volumes, strict=True)
+        _priced(strategy, volume, cost, exchange_bytes, least)
+        for strategy, volume, least in zip(STRATEGIES, volumes, (alone, alone, by_node, total), strict=True)
     )
     candidates = [prices[STRATEGIES.index(strategy)] for strategy in _CANDIDATES[read_once]]
     best = min(candidates, key=lambda price: price.seconds)
-    why = _why(best, candidates)
-    return Estimate(tuple(nodes), cost, wanted_by_any(shape), wanted_by_rank(shape), prices, best.strategy, why)
+    return Estimate(tuple(nodes), cost, total, wanted, prices, best.strategy, _why(best, candidates))
 
 
 def thin_bytes(cost: CostModel) -> int:
@@ -163,7 +173,7 @@ def thin_bytes(cost: CostModel) -> int:
     return max(EXACT_PIECE_BYTES, min(cost.seek_bytes, MAX_ROW_BYTES))
 
 
-def _priced(strategy: Strategy, volume: Volume, cost: CostModel, exchange_bytes: int) -> Price:
+def _priced(strategy: Strategy, volume: Volume, cost: CostModel, exchange_bytes: int, least: int) -> Price:
     streams = cost.stream_bandwidth * cost.streams
     seeking = volume.node_bytes + volume.node_requests * float(cost.seek_bytes)
     storage_s = max(
@@ -178,7 +188,8 @@ def _priced(strategy: Strategy, volume: Volume, cost: CostModel, exchange_bytes:
     most = int(np.max(volume.rank_bytes, initial=0))
     rounds = max(1, -(-most // exchange_bytes))
     seconds = max(storage_s, exchange_s) + min(storage_s, exchange_s) / rounds
-    return Price(strategy, int(volume.node_bytes.sum()), *volume, storage_s, exchange_s, seconds)
+    total = int(volume.node_bytes.sum())
+    return Price(strategy, total, total - least, *volume, storage_s, exchange_s, seconds)
 
 
 def _why(best: Price, candidates: Sequence[Price]) -> str:

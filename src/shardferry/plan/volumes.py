@@ -48,10 +48,13 @@ def wanted_by_rank(shape: JobShape) -> Ints:
     return wanted
 
 
-def wanted_by_any(shape: JobShape) -> int:
-    """Return the bytes that some rank wants, each counted once."""
-    job = np.zeros(shape.world_size, np.int64)
-    return sum(p.num_tensors * int(_union(p.parts.atoms, p.part_of_rank, job, 1)[0]) for p in shape.patterns)
+def wanted_by_group(shape: JobShape, group_of: Ints) -> Ints:
+    """Return the bytes that any rank of each group wants, each counted once, of shape (num_groups,)."""
+    num_groups = _count(group_of)
+    wanted = np.zeros(num_groups, np.int64)
+    for pattern in shape.patterns:
+        wanted += pattern.num_tensors * _union(pattern.parts.atoms, pattern.part_of_rank, group_of, num_groups)
+    return wanted
 
 
 def volume_independent(shape: JobShape, node_of: Ints, seek_bytes: int, *, has_page_cache: bool) -> Volume:
@@ -223,7 +226,7 @@ def _bridges(shape: JobShape, seek_bytes: int) -> Iterator[_Bridge]:
         mine = whole[held[:, rank][shape.pattern_of[whole]]]
         a, b = mine[:-1], mine[1:]
         gaps = shape.spans[b, 0] - shape.spans[a, 1]
-        near = (shape.file_of[a] == shape.file_of[b]) & (gaps < seek_bytes)
+        near = (shape.file_of[a] == shape.file_of[b]) & (gaps >= 0) & (gaps < seek_bytes)
         keys = np.stack([shape.pattern_of[a], shape.pattern_of[b], gaps])[:, near]
         for (left, right, gap), count in zip(*_distinct(keys), strict=True):
             yield from _bridge(patterns[left], patterns[right], int(gap), ranks, seek_bytes, int(count))

@@ -2,12 +2,14 @@
 
 import shardferry.jax as sf
 params = sf.load("/ckpt", target)                  # any pytree of jax.ShapeDtypeStruct(shape, dtype, sharding=...)
+report = sf.save("/out", params)
 """
 
 from __future__ import annotations
 
-from shardferry.execute.report import LoadReport, Progress, RankReport
+from shardferry.execute.report import LoadReport, Progress, RankReport, SaveReport
 from shardferry.jax.leaves import Stack
 from shardferry.jax.load import LoadOptions, load
+from shardferry.jax.save import SaveOptions, save
 
-__all__ = ["LoadOptions", "LoadReport", "Progress", "RankReport", "Stack", "load"]
+__all__ = ["LoadOptions", "LoadReport", "Progress", "RankReport", "SaveOptions", "SaveReport", "Stack", "load", "save"]

@@ -16,7 +16,7 @@ from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.format.dtypes import BITS
 from shardferry.jax.dtypes import numpy_dtype
 from shardferry.jax.memory import BoxMemory, PartDestination, make_boxes, memories
-from shardferry.jax.parts import parts_of
+from shardferry.jax.parts import box_of, is_local, parts_to_load, parts_to_save
 from shardferry.plan.target import Target
 from shardferry.storage.placement import advise_huge_pages
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardferry.execute.load import Destination, Staging
     from shardferry.execute.meter import Meter
     from shardferry.jax.leaves import Leaf
-    from shardferry.jax.parts import Box, Part
+    from shardferry.jax.parts import Box, Part, Parts
     from shardferry.plan.load import LoadPlan
     from shardferry.storage.base import Bytes
 
@@ -92,16 +92,23 @@ class Filler:
 
     def _offer(self) -> Iterator[Target]:
         for leaf in self._leaves:
-            try:
-                parts = parts_of(leaf.sharding, leaf.shape, BITS[leaf.dtype], jax.process_count())
-            except ShardingError as error:
-                raise ShardingError(f"{leaf.name}: {error}") from error
+            parts = self._parts(leaf)
             for at, part in enumerate(parts.by_process[jax.process_index()]):
-                target = Target((leaf.name,), leaf.dtype, leaf.shape, part.region.shape, (parts.layouts[at],), at)
+                layouts = () if is_local(leaf.sharding) else (parts.layouts[at],)
+                target = Target((leaf.name,), leaf.dtype, leaf.shape, part.region.shape, layouts, at)
                 if target.name in self._wanted:
                     raise InvalidInputError(f"two arrays of the tree are called {target.name}")
                 self._wanted[target.name] = _Wanted(leaf, part)
                 yield target
+
+    def _parts(self, leaf: Leaf) -> Parts:
+        try:
+            # Boxes on devices of this process alone make the whole array, which others may have of their own.
+            if is_local(leaf.sharding):
+                return parts_to_save(leaf.sharding, leaf.shape)
+            return parts_to_load(leaf.sharding, leaf.shape, BITS[leaf.dtype])
+        except ShardingError as error:
+            raise ShardingError(f"{leaf.name}: {error}") from error
 
     def _array(self, leaf: Leaf) -> jax.Array:
         boxes = self._boxes[leaf.position]
@@ -109,8 +116,7 @@ class Filler:
 
         def content(index: tuple[slice, ...] | None) -> NDArray[np.generic]:
             assert index is not None
-            held = tuple(piece.indices(size)[:2] for piece, size in zip(index, leaf.shape, strict=True))
-            return boxes[held].array.view(dtype)
+            return boxes[box_of(index, leaf.shape)].array.view(dtype)
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, content, dtype=dtype)
 

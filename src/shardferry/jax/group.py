@@ -31,12 +31,16 @@ class _Calls:
         self._client: object = None
         self._count = 0
 
-    def next(self, client: object) -> int:
-        """Return the number of the next call; a new client is a new job."""
+    def next(self, client: object) -> None:
+        """Go to the next call; a new client is a new job."""
         if client is not self._client:
             self._client, self._count = client, 0
         self._count += 1
-        return self._count
+
+    @property
+    def prefix(self) -> str:
+        """What keys of the last call begin with."""
+        return f"shardferry/call-{self._count}/"
 
 
 _calls = _Calls()
@@ -58,15 +62,20 @@ def open_group(timeout_s: float) -> Group:
     if jax.process_count() == 1:
         return SoloGroup()
     state = distributed.global_state
-    call = _calls.next(state.client)
+    _calls.next(state.client)
     return connect(
-        KeyValueRendezvous(state.client, f"shardferry/call-{call}/"),
+        KeyValueRendezvous(state.client, f"{_calls.prefix}group/"),
         jax.process_index(),
         jax.process_count(),
         host=this_host(),
         bind_address=lambda: address_towards(*_split(str(state.coordinator_address))),
         timeout_s=timeout_s,
     )
+
+
+def rendezvous_of_call(name: str) -> KeyValueRendezvous:
+    """Return a rendezvous of its own for the processes of the group that was opened last."""
+    return KeyValueRendezvous(distributed.global_state.client, f"{_calls.prefix}{name}/")
 
 
 class KeyValueRendezvous:

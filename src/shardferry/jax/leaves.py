@@ -70,11 +70,13 @@ class Tree(NamedTuple):
     Attributes:
         values: Its leaves as they were, one per position.
         leaves: Those of them that are arrays the checkpoint has a name for.
+        others: Key paths of those that are no arrays.
         treedef: What puts values together again.
     """
 
     values: list[Any]
     leaves: tuple[Leaf, ...]
+    others: tuple[str, ...]
     treedef: Any
 
 
@@ -97,7 +99,12 @@ def take_apart(tree: PyTree, names: Names | None) -> Tree:
     values = [value for _, value in paths]
     leaves = tuple(_leaves(keys, values, names))
     _check_unique(leaves)
-    return Tree(values, leaves, treedef)
+    others = tuple(
+        key
+        for key, value in zip(keys, values, strict=True)
+        if not _is_array(value) and _stored_as(key, names) is not None
+    )
+    return Tree(values, leaves, others, treedef)
 
 
 def put_together(tree: Tree, arrays: Mapping[int, jax.Array]) -> PyTree:
@@ -121,15 +128,21 @@ def _key_paths(tree: PyTree, paths: Iterable[tuple[Any, ...]]) -> list[str]:
 
 def _leaves(keys: list[str], values: list[Any], names: Names | None) -> Iterable[Leaf]:
     for position, (key, value) in enumerate(zip(keys, values, strict=True)):
-        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        if not _is_array(value):
             continue
         stored_as = _stored_as(key, names)
         if stored_as is None:
             continue
         called = stored_as if isinstance(stored_as, str) else key
+        if isinstance(stored_as, Stack):
+            _check_stack(stored_as, tuple(value.shape), key)
         dtype = dtype_name(value.dtype, called)
         sharding = _sharding(getattr(value, "sharding", None), called)
         yield Leaf(key, stored_as, tuple(value.shape), dtype, sharding, position)
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _stored_as(key: str, names: Names | None) -> str | Stack | None:
@@ -150,6 +163,13 @@ def _sharding(sharding: Sharding | None, name: str) -> Sharding:
     if isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED in sharding.spec:
         raise ShardingError(f"{name}: {sharding.spec} leaves a dim to the compiler: say how the array is to be cut")
     return sharding
+
+
+def _check_stack(stack: Stack, shape: tuple[int, ...], key: str) -> None:
+    if not -len(shape) <= stack.dim < len(shape) or shape[stack.dim] != len(stack.names):
+        raise InvalidInputError(
+            f"{key}: {len(stack.names)} names are stacked along dim {stack.dim}, but its shape is {list(shape)}"
+        )
 
 
 def _check_unique(leaves: Iterable[Leaf]) -> None:

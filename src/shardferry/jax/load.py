@@ -17,7 +17,7 @@ from shardferry.plan.match import Rules
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from shardferry.execute.report import LoadReport, Progress
     from shardferry.jax.leaves import Names, PyTree
@@ -104,7 +104,7 @@ def load(
     return put_together(tree, arrays)
 
 
-def check_options(given: LoadOptions, known: frozenset[str], what: str) -> None:
+def check_options(given: Collection[str], known: frozenset[str], what: str) -> None:
     """Raise `TypeError` for an option that does not exist."""
     unknown = sorted(set(given) - known)
     if unknown:

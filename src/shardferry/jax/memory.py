@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardferry.format.dtypes import BITS
-from shardferry.geometry.region import box, overlap
+from shardferry.geometry.region import box
 from shardferry.geometry.spans import collapse
 from shardferry.jax.dtypes import carrier_dtype, is_packed, numpy_dtype
 from shardferry.storage.placement import bytes_off_band
@@ -52,11 +52,8 @@ def make_boxes(part: Part, dtype: str, file_offset: int) -> dict[Box, BoxMemory]
         file_offset: Offset in a file of the first byte that will be read into the part.
     """
     return {
-        held: BoxMemory(
-            tuple(overlap(intervals, *range_)[1] for intervals, range_ in zip(part.region.dims, held, strict=True)),
-            _aligned(tuple(stop - start for start, stop in held), carrier_dtype(dtype), file_offset),
-        )
-        for held in part.boxes
+        held: BoxMemory(place, _aligned(tuple(stop - start for start, stop in held), carrier_dtype(dtype), file_offset))
+        for held, place in zip(part.boxes, part.places, strict=True)
     }
 
 

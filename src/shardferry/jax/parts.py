@@ -14,18 +14,19 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
 
 from shardferry.errors import ShardingError
-from shardferry.geometry.region import Interval, Region, box, make_region
+from shardferry.geometry.region import Interval, Region, box, make_region, overlap, whole
 from shardferry.geometry.sharding import Sharding as Layout
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.units import KIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from jax import Device
     from jax.sharding import Sharding
 
 # Pieces this long are read one by one (as the planner has it), so that whoever shares their rows costs nothing.
@@ -46,81 +47,121 @@ class Part:
     region: Region
     boxes: tuple[Box, ...]
 
+    @property
+    def places(self) -> tuple[Box, ...]:
+        """Per box and dim the half-open range of its elements in the local tensor of the region."""
+        return tuple(
+            tuple(overlap(intervals, *range_)[1] for intervals, range_ in zip(self.region.dims, held, strict=True))
+            for held in self.boxes
+        )
+
+
+class Slice(NamedTuple):
+    """One index of a dim of an array, which is gone afterwards.
+
+    Attributes:
+        dim: The dim.
+        at: The index.
+    """
+
+    dim: int
+    at: int
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """An array as the processes hold it.
 
     Attributes:
-        devices: The devices of each box, of all processes.
         by_process: The parts of every process.
         layouts: Per part number the region of every process, None for a process that has fewer parts.
     """
 
-    devices: Mapping[Box, tuple[Device, ...]]
     by_process: tuple[tuple[Part, ...], ...]
     layouts: tuple[Layout, ...]
 
 
 @lru_cache(maxsize=4096)
-def parts_of(sharding: Sharding, shape: tuple[int, ...], bits: int, num_processes: int) -> Parts:
-    """Return the parts of an array.
+def parts_to_load(sharding: Sharding, shape: tuple[int, ...], bits: int) -> Parts:
+    """Return the parts of an array that every process reads.
 
     Args:
         sharding: How its devices hold it.
         shape: Its global shape.
         bits: Bits of an element in a file.
-        num_processes: Processes of the job.
 
     Raises:
         ShardingError: If the sharding does not fit the shape.
     """
-    devices: dict[Box, list[Device]] = {}
-    boxes: list[set[Box]] = [set() for _ in range(num_processes)]
-    for device, held in _boxes(sharding, shape).items():
-        devices.setdefault(held, []).append(device)
-        boxes[device.process_index].add(held)
-    by_process = tuple(tuple(_parts(sorted(mine), shape, bits)) for mine in boxes)
-    layouts = [
-        Layout(shape, tuple(mine[at].region if at < len(mine) else None for mine in by_process))
-        for at in range(max(map(len, by_process)))
-    ]
-    return Parts({held: tuple(those) for held, those in devices.items()}, by_process, tuple(layouts))
+    by_process = tuple(tuple(_parts(boxes, shape, bits)) for boxes in _boxes(sharding, shape))
+    return _numbered(shape, by_process)
 
 
 @lru_cache(maxsize=4096)
-def union_layout(sharding: Sharding, shape: tuple[int, ...], num_processes: int) -> tuple[Layout, tuple[Part, ...]]:
-    """Return the one region of every process, with the part it is; None for a process without devices of the array.
+def parts_to_save(sharding: Sharding, shape: tuple[int, ...], taken: Slice | None = None) -> Parts:
+    """Return the one part that every process has of an array, or of a slice of one; none where it has no part.
 
     Raises:
-        ShardingError: If the sharding does not fit the shape, or a process holds boxes that make no region together.
+        ShardingError: If the sharding does not fit the shape, or boxes of a process make no region together.
     """
-    boxes: list[set[Box]] = [set() for _ in range(num_processes)]
-    for device, held in _boxes(sharding, shape).items():
-        boxes[device.process_index].add(held)
-    parts: list[Part] = []
-    for process, mine in enumerate(boxes):
-        region = _union(sorted(mine)) if mine else Region(())
-        if region is None:
+    boxes_of = _boxes(sharding, shape)
+    if taken is not None:
+        boxes_of = tuple(_sliced(boxes, taken) for boxes in boxes_of)
+        shape = (*shape[: taken.dim], *shape[taken.dim + 1 :])
+    by_process: list[tuple[Part, ...]] = []
+    for process, boxes in enumerate(boxes_of):
+        region = _union(boxes) if boxes else None
+        if boxes and region is None:
             raise ShardingError(
                 f"process {process} holds boxes that make no product of intervals, in shape {list(shape)} under "
                 f"{sharding}. Order the devices of the mesh so that a process has a block of them"
             )
-        parts.append(Part(region, tuple(sorted(mine))))
-    regions = tuple(part.region if part.boxes else None for part in parts)
-    return Layout(shape, regions), tuple(parts)
+        by_process.append(() if region is None else (Part(region, boxes),))
+    return _numbered(shape, tuple(by_process))
 
 
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
+def whole_part(shape: tuple[int, ...], boxes: tuple[Box, ...] | None = None) -> Part:
+    """Return the part of a process that holds the whole array, in one box or in the given ones."""
+    return Part(whole(shape), boxes or (tuple((0, size) for size in shape),))
+
+
+def is_local(sharding: Sharding) -> bool:
+    """Return whether all devices of a sharding are this process's, in a job of several.
+
+    Each process may have such an array of its own; the others know nothing of it.
+    """
+    return jax.process_count() > 1 and sharding.is_fully_addressable
+
+
+def _numbered(shape: tuple[int, ...], by_process: tuple[tuple[Part, ...], ...]) -> Parts:
+    layouts = (
+        Layout(shape, tuple(mine[at].region if at < len(mine) else None for mine in by_process))
+        for at in range(max(map(len, by_process)))
+    )
+    return Parts(by_process, tuple(layouts))
+
+
+def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], ...]:
+    """Return the distinct boxes of every process, ascending."""
     try:
         sharding.shard_shape(shape)  # devices_indices_map does not look whether dims divide
         indices = sharding.devices_indices_map(shape)
     except ValueError as error:
         raise ShardingError(f"the sharding does not fit shape {list(shape)}: {error}") from error
-    return {
-        device: tuple(slice_.indices(size)[:2] for slice_, size in zip(index, shape, strict=True))
-        for device, index in indices.items()
-    }
+    boxes: list[set[Box]] = [set() for _ in range(jax.process_count())]
+    for device, index in indices.items():
+        boxes[int(device.process_index)].add(box_of(index, shape))  # type: ignore[attr-defined]  # jaxlib's class
+    return tuple(tuple(sorted(mine)) for mine in boxes)
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Return the box that slices cut out of an array of `shape`."""
+    return tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
+
+
+def _sliced(boxes: Iterable[Box], taken: Slice) -> tuple[Box, ...]:
+    inside = (held for held in boxes if held[taken.dim][0] <= taken.at < held[taken.dim][1])
+    return tuple(sorted({(*held[: taken.dim], *held[taken.dim + 1 :]) for held in inside}))
 
 
 def _parts(boxes: Sequence[Box], shape: tuple[int, ...], bits: int) -> Iterable[Part]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardferry.geometry.region import Interval, Intervals, Region, make_region, overlap, select, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def intersect(region: Region, other: Region) -> Region | None:
@@ -59,7 +59,39 @@ def run_regions(region: Region, start: int, stop: int) -> Iterator[Region]:
         yield region
         return
     for box in _run_boxes(region.shape, start, stop):
-        yield Region(tuple(select(held, *run) for held, run in zip(region.dims, box, strict=True)))
+        yield part_at(region, box)
+
+
+def part_at(region: Region, box: Sequence[Interval]) -> Region:
+    """Return the elements of a region at a box of positions in its array: per dim a half-open range."""
+    return Region(tuple(select(held, *run) for held, run in zip(region.dims, box, strict=True)))
+
+
+def byte_boxes(shape: Sequence[int], bits: int, max_bytes: int) -> Iterator[tuple[Interval, ...]]:
+    """Yield boxes that are a row-major array of `shape` once, in order, each of at most `max_bytes`.
+
+    The innermost dim is cut at multiples of 4 elements only, where sub-byte dtypes begin on a byte: less than their
+    bytes is not kept to.
+
+    Examples:
+        >>> list(byte_boxes((3, 8), 8, 16))
+        [((0, 2), (0, 8)), ((2, 3), (0, 8))]
+    """
+    num_bits = math.prod(shape) * bits
+    if num_bits <= 8 * max_bytes or not shape:
+        yield tuple((0, size) for size in shape)
+        return
+    step = max(1, 8 * shape[0] * max_bytes // num_bits)
+    if len(shape) == 1:
+        step = max(1, step // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+    for start in range(0, shape[0], step):
+        stop = min(shape[0], start + step)
+        for box in byte_boxes(shape[1:], bits * (stop - start), max_bytes):
+            yield ((start, stop), *box)
+
+
+# Sub-byte dtypes start and end on a byte only at multiples of 2 (F4) and 4 (F6) elements.
+ALIGNED_ELEMENTS = 4
 
 
 def _run_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Interval, ...]]:

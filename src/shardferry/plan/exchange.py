@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.format.dtypes import BITS
-from shardferry.geometry.region import Region, overlap, select, whole
+from shardferry.geometry.pieces import intersect
+from shardferry.geometry.region import Region, select, whole
 from shardferry.geometry.spans import collapse
 from shardferry.plan.catalogue import holders
 from shardferry.plan.save import Write, local_write, pieces_of
@@ -132,7 +133,7 @@ def parts_of(box: Box, held: Held, dtype: str) -> tuple[Part, ...]:
     """Return what each rank sends of a box, in the order of the ranks."""
     parts = []
     for piece in pieces_of(held, BITS[dtype]):
-        common = _intersect(piece.region, box.region)
+        common = intersect(piece.region, box.region)
         if common is not None:
             parts.append(Part(piece.writer(box.name), common))
     return tuple(sorted(parts, key=lambda part: part.sender))
@@ -170,13 +171,3 @@ def _boxes(region: Region, shape: tuple[int, ...], bits: int, max_bytes: int, di
         dims = list(region.dims)
         dims[dim] = select(dims[dim], start, min(size, start + step))
         yield from _boxes(Region(tuple(dims)), shape, bits, max_bytes, dim + 1)
-
-
-def _intersect(region: Region, box: Region) -> Region | None:
-    dims = []
-    for held, ((start, stop),) in zip(region.dims, box.dims, strict=True):
-        inside, _ = overlap(held, start, stop)
-        if not inside:
-            return None
-        dims.append(inside)
-    return Region(tuple(dims))

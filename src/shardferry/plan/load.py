@@ -13,6 +13,7 @@ from shardferry.convert.ops import Stored, Tile, Tiled, Zeros, dtypes_of, leaves
 from shardferry.convert.pull import pull_back
 from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.format.dtypes import BITS
+from shardferry.geometry.pieces import byte_boxes
 from shardferry.geometry.region import Interval, Intervals, Region, select, whole
 from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
 from shardferry.plan.cost import Access, choose_access
@@ -189,7 +190,7 @@ def split_copy(copy: Copy, max_bytes: int) -> Iterator[Copy]:
     """
     if copy.num_bytes <= max_bytes:
         return iter((copy,))
-    return _split(copy, max_bytes, 0)
+    return (_part(copy, box) for box in byte_boxes(copy.region.shape, BITS[copy.dtype], max_bytes))
 
 
 def _plan_tensor(index: CheckpointIndex, want: Wanted, seek_bytes: int) -> TensorPlan:
@@ -296,20 +297,11 @@ def _first_byte(plan: TensorPlan, order: Mapping[str, int]) -> tuple[int, int]:
     return min(((order[copy.file], copy.start) for copy in plan.copies), default=(-1, 0))
 
 
-def _split(copy: Copy, max_bytes: int, dim: int) -> Iterator[Copy]:
-    if copy.num_bytes <= max_bytes or dim == len(copy.shape):
-        yield copy
-        return
-    size = copy.region.shape[dim]
-    step = max(1, size * max_bytes // copy.num_bytes)
-    if dim == len(copy.shape) - 1:
-        step = max(1, step // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
-    for start in range(0, size, step):
-        yield from _split(_narrow(copy, dim, start, min(size, start + step)), max_bytes, dim + 1)
-
-
-# Sub-byte dtypes start and end on a byte only at multiples of 2 (F4) and 4 (F6) elements.
-_ALIGNED_ELEMENTS = 4
+def _part(copy: Copy, box: tuple[Interval, ...]) -> Copy:
+    for dim, (start, stop) in enumerate(box):
+        if (start, stop) != (0, copy.region.shape[dim]):
+            copy = _narrow(copy, dim, start, stop)
+    return copy
 
 
 def _narrow(copy: Copy, dim: int, start: int, stop: int) -> Copy:

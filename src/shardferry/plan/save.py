@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardferry.errors import ShardingError
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.atoms import atoms_of
+from shardferry.geometry.pieces import ALIGNED_ELEMENTS, byte_boxes, part_at
 from shardferry.geometry.region import Region, positions, select
 from shardferry.geometry.sharding import Sharding
 from shardferry.geometry.spans import Collapsed, collapse
@@ -134,8 +135,9 @@ def check_whole(name: str, held: Held) -> None:
 
 
 def split_write(write: Write, max_bytes: int) -> Iterator[Write]:
-    """Yield writes of at most `max_bytes`, or of one innermost run of elements, that do what `write` does."""
-    yield from _split(write, max_bytes, 0)
+    """Yield writes of at most `max_bytes`, or of a few innermost elements, that do what `write` does."""
+    for box in byte_boxes(write.region.shape, BITS[write.dtype], max_bytes):
+        yield write._replace(region=part_at(write.region, box), local=part_at(write.local, box))
 
 
 @lru_cache(maxsize=4096)
@@ -173,7 +175,7 @@ def _share(region: Region, index: int, count: int) -> Region:
     """Return one of `count` nearly equal runs of a region, cut along its outermost dim that is long enough."""
     sizes = region.shape
     dim = next((dim for dim, size in enumerate(sizes) if size >= count), sizes.index(max(sizes)))
-    unit = 1 if dim < len(sizes) - 1 else PAGE_ELEMENTS if sizes[dim] >= count * PAGE_ELEMENTS else _UNIT
+    unit = 1 if dim < len(sizes) - 1 else PAGE_ELEMENTS if sizes[dim] >= count * PAGE_ELEMENTS else ALIGNED_ELEMENTS
     start, stop = (min(sizes[dim], -(-sizes[dim] * at // count // unit) * unit) for at in (index, index + 1))
     if index == count - 1:
         stop = sizes[dim]
@@ -184,23 +186,3 @@ def _share(region: Region, index: int, count: int) -> Region:
 
 # A cut of the innermost dim falls on a multiple of this many elements, so that no two writers share a page.
 PAGE_ELEMENTS = 4096
-# Sub-byte dtypes are cut at multiples of 4 elements.
-_UNIT = 4
-
-
-def _split(write: Write, max_bytes: int, dim: int) -> Iterator[Write]:
-    if write.num_bytes <= max_bytes or dim == len(write.shape):
-        yield write
-        return
-    size = write.region.shape[dim]
-    step = max(1, size * max_bytes // write.num_bytes)
-    if dim == len(write.shape) - 1:
-        step = -(-step // _UNIT) * _UNIT
-    for start in range(0, size, step):
-        yield from _split(_narrow(write, dim, start, min(size, start + step)), max_bytes, dim + 1)
-
-
-def _narrow(write: Write, dim: int, start: int, stop: int) -> Write:
-    region, local = list(write.region.dims), list(write.local.dims)
-    region[dim], local[dim] = select(region[dim], start, stop), select(local[dim], start, stop)
-    return write._replace(region=Region(tuple(region)), local=Region(tuple(local)))

@@ -9,6 +9,7 @@ from shardferry.convert.rules import AddPrefix, Convert, Rename, Rule, StripPref
 from shardferry.convert.steps import (
     Chunk,
     Concatenate,
+    Custom,
     Deinterleave,
     Dequantize,
     Interleave,
@@ -30,6 +31,7 @@ __all__ = [
     "Chunk",
     "Concatenate",
     "Convert",
+    "Custom",
     "Deinterleave",
     "Dequantize",
     "Interleave",

@@ -8,9 +8,11 @@ work on every operand, and on every tensor of a list.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardferry.convert.custom import WholeTensors
 from shardferry.convert.ops import (
+    Computed,
     chunk,
     concatenate,
     deinterleave,
@@ -30,9 +32,12 @@ from shardferry.convert.ops import (
 from shardferry.convert.quant import MEMBERS, Scheme, dequantize
 from shardferry.convert.tensor import Tensor
 from shardferry.errors import InvalidInputError
+from shardferry.format.dtypes import BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from shardferry.convert.ops import Expression
 
@@ -194,6 +199,24 @@ class Dequantize:
     block: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """Compute a tensor with a function of your own, from whole operands: slow, for what no other step can do.
+
+    Every rank that wants any of the result reads all of the operands, and holds them beside its budget.
+
+    Attributes:
+        function: Called with the operands as NumPy arrays, lists flattened; returns the result as one. BF16 and 8-bit
+            floats come as their bits. It must give the same on every rank.
+        shape: Shape of the result.
+        dtype: safetensors name of its dtype.
+    """
+
+    function: Callable[[list[NDArray[Any]]], NDArray[Any]]
+    shape: tuple[int, ...]
+    dtype: str
+
+
 Step = (
     Stack
     | Unstack
@@ -210,12 +233,13 @@ Step = (
     | Pad
     | Unpad
     | Dequantize
+    | Custom
 )
 
 Operand = Tensor | list[Tensor]
 
 
-def apply(step: Step, operands: Sequence[Operand], num_targets: int) -> list[Operand]:
+def apply(step: Step, operands: Sequence[Operand], num_targets: int) -> list[Operand]:  # noqa: PLR0911 - a return for every kind
     """Return the operands after a step.
 
     Args:
@@ -229,7 +253,7 @@ def apply(step: Step, operands: Sequence[Operand], num_targets: int) -> list[Ope
     if isinstance(step, Stack):
         return [_stacked(operand, step.dim) if isinstance(operand, list) else operand for operand in operands]
     if isinstance(step, Concatenate):
-        flat = [tensor for operand in operands for tensor in (operand if isinstance(operand, list) else [operand])]
+        flat = _flat(operands)
         if step.sizes and step.sizes != tuple(tensor.shape[dim_of(tensor.shape, step.dim)] for tensor in flat):
             shapes = ", ".join(str(list(tensor.shape)) for tensor in flat)
             raise InvalidInputError(f"tensors of {shapes} do not have sizes {list(step.sizes)} in dim {step.dim}")
@@ -240,6 +264,8 @@ def apply(step: Step, operands: Sequence[Operand], num_targets: int) -> list[Ope
         return [_unstack(operand, step.dim) for operand in operands]
     if isinstance(step, Dequantize):
         return _dequantize(step, operands)
+    if isinstance(step, Custom):
+        return [_custom(step, operands)]
     change = _on_one(step)
     return [[change(one) for one in of] if isinstance(of, list) else change(of) for of in operands]
 
@@ -352,6 +378,22 @@ def _check_alike(tensors: Sequence[Tensor], free: int | None) -> None:
             raise InvalidInputError(
                 f"{first.name} has shape {list(first.shape)}, but {tensor.name} has shape {list(tensor.shape)}"
             )
+
+
+def _flat(operands: Sequence[Operand]) -> list[Tensor]:
+    return [tensor for operand in operands for tensor in (operand if isinstance(operand, list) else [operand])]
+
+
+def _custom(step: Custom, operands: Sequence[Operand]) -> Tensor:
+    tensors = _flat(operands)
+    dtypes = tuple(tensor.dtype for tensor in tensors)
+    if step.dtype not in BITS or any(BITS[dtype] % 8 for dtype in (*dtypes, step.dtype)):
+        raise InvalidInputError(f"{step.dtype} and {', '.join(dtypes)}: a custom function takes and gives whole bytes")
+    sources = tuple(tensor.source for tensor in tensors)
+    source = Computed(
+        WholeTensors(step.function, dtypes, step.shape, step.dtype), sources, dtypes, step.shape, step.dtype
+    )
+    return Tensor(tensors[0].name, step.dtype, source)
 
 
 def _cut(step: Chunk | Split, operands: Sequence[Operand], num_targets: int) -> list[Operand]:

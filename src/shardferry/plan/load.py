@@ -202,7 +202,7 @@ def _plan_tensor(index: CheckpointIndex, want: Wanted, seek_bytes: int) -> Tenso
             if isinstance(piece.source, Stored):
                 copies.append(_locate(index, piece, piece.source, seek_bytes))
             elif isinstance(piece.source, Zeros):
-                zeros.append(_from_nowhere(piece, piece.source.shape, _dtype_of(index, want.source)))
+                zeros.append(_from_nowhere(piece, piece.region.shape, _dtype_of(index, want.source)))
             else:
                 computations.extend(_compute(index, piece, piece.source, seek_bytes))
     except InvalidInputError as error:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from shardferry.execute.probing import ProbeResult
     from shardferry.plan.costmodel import CostModel
-    from shardferry.storage.probe import Sample
 
 
 @click.command()
@@ -71,7 +70,7 @@ def _object(path: str, result: ProbeResult, kept: Path | None) -> dict[str, obje
         "path": path,
         "mount": result.mount._asdict(),
         "streams": result.streams,
-        "samples": [sample._asdict() for sample in _samples(result)],
+        "samples": [sample._asdict() for sample in result.measurement.samples],
         "fit": None
         if fit is None
         else {"kind": fit.kind, "max_error": fit.max_error, "seek_bytes": fit.seek_bytes, "bandwidth": fit.bandwidth},
@@ -85,7 +84,7 @@ def _object(path: str, result: ProbeResult, kept: Path | None) -> dict[str, obje
 
 def _lines(path: str, result: ProbeResult) -> Iterator[str]:
     yield f"{path}: {result.mount.type} at {result.mount.point or 'an unknown place'}"
-    for sample in _samples(result):
+    for sample in result.measurement.samples:
         size, stride = format_bytes(sample.span_bytes), format_bytes(sample.stride_bytes)
         rate = format_bytes(round(sample.span_bytes / sample.seconds))
         yield f"  {size} every {stride}, {sample.streams} in flight: {sample.seconds * 1e3:.2f} ms each, {rate}/s"
@@ -99,13 +98,7 @@ def _lines(path: str, result: ProbeResult) -> Iterator[str]:
 
 
 def _costs(model: CostModel) -> Iterator[str]:
-    node, stream = (format_bytes(round(rate)) for rate in (model.node_bandwidth, model.stream_bandwidth))
+    node = format_bytes(round(model.node_bandwidth))
     pages = "a page cache" if model.has_page_cache else "no page cache"
     yield f"one more request costs as much as {format_bytes(model.seek_bytes)} with {model.streams} in flight"
-    yield f"a node gets {node}/s, one stream {stream}/s; {pages}"
-
-
-def _samples(result: ProbeResult) -> Iterator[Sample]:
-    yield from result.measurement.samples
-    if result.measurement.alone is not None:
-        yield result.measurement.alone
+    yield f"a node gets {node}/s; {pages}"

@@ -93,10 +93,12 @@ def read_cost_model(file: Path) -> CostModel:
         InvalidInputError: If it is no regular file, too long, or holds no cost model.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not hold us
-    with os.fdopen(descriptor, "rb") as stream:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise InvalidInputError(f"{file} is no regular file")
-        raw = stream.read(MAX_FILE_BYTES + 1)
+        raw = os.read(descriptor, MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(raw) > MAX_FILE_BYTES:
         raise InvalidInputError(f"{file} has more than {MAX_FILE_BYTES} bytes: it is no cost model")
     return cost_model_from_json(raw, str(file))

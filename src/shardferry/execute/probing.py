@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardferry.errors import InvalidInputError, StorageError
 from shardferry.execute.costs import mount_below, preset_of, remember
-from shardferry.plan.fit import MIN_POINTS, Point, bandwidth_of, fit_points
+from shardferry.plan.fit import MIN_POINTS, Point, fit_points
 from shardferry.storage.filesystem import MEMORY_FILESYSTEMS
 from shardferry.storage.local import LocalStore
 from shardferry.storage.probe import (
@@ -115,7 +115,6 @@ def _why_not(fit: Fit | None, num_points: int) -> str:
 def _measured(mount: Mount, root: Path, measurement: Measurement, fit: Fit) -> CostModel:
     """Return the preset with what was measured in its place; what one node cannot see stays as it is."""
     preset = preset_of(mount)
-    alone = fit.bandwidth / fit.streams if measurement.alone is None else bandwidth_of(Point(*measurement.alone))
     pages = None
     if measurement.seen is not None:
         place, num_bytes = measurement.seen
@@ -123,7 +122,7 @@ def _measured(mount: Mount, root: Path, measurement: Measurement, fit: Fit) -> C
     return replace(
         preset,
         seek_bytes=fit.seek_bytes,
-        stream_bandwidth=min(alone, fit.bandwidth),
+        stream_bandwidth=fit.bandwidth / fit.streams,
         node_bandwidth=fit.bandwidth,
         shared_bandwidth=max(preset.shared_bandwidth, fit.bandwidth),
         streams=fit.streams,

@@ -27,7 +27,7 @@ class CostModel:
     Attributes:
         seek_bytes: What one more request costs, in bytes that the node could have read instead with its `streams`
             requests in flight. A hole of fewer bytes is cheaper to read than to skip.
-        stream_bandwidth: Bytes per second of one request stream.
+        stream_bandwidth: Bytes per second of one request stream, with `streams` of them in flight.
         node_bandwidth: Bytes per second that one node gets from storage, over all its streams.
         shared_bandwidth: Bytes per second that all nodes together get from storage; infinite where every node has a
             disk of its own.

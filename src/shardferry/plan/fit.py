@@ -128,11 +128,6 @@ def fit_points(points: Sequence[Point]) -> Fit | None:
     return min(found, key=lambda fit: fit.max_error, default=None)
 
 
-def bandwidth_of(point: Point) -> float:
-    """Return the bytes per second of all streams of a point, the waiting for each read included."""
-    return point.span_bytes / point.seconds
-
-
 def _least_squares(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return `a >= 0` and `b` with the least sum of squared relative errors of `a + b * span`."""
     ones = [1 / seconds for _, seconds in points]

@@ -55,24 +55,21 @@ class Size(NamedTuple):
         share: Part of the blocks in which they lie.
         max_reads: Reads at most, but two for each stream.
         max_seconds: No read is begun later than this.
-        alone: With one stream instead of all.
     """
 
     span_bytes: int
     share: float
     max_reads: int
     max_seconds: float
-    alone: bool = False
 
 
 # Together at most 185 MiB, and 1.55 s, which leaves room in 2 s for the last reads. The smallest must be near the span
 # at which a request costs as much as its bytes: where that is 10 KiB, 64 KiB and more missed it by a factor of 2.4.
 SIZES = (
     Size(16 * KIB, 0.10, 320, 0.30),
-    Size(128 * KIB, 0.15, 96, 0.25),
-    Size(MIB, 0.25, 24, 0.30),
-    Size(BLOCK_BYTES, 0.35, 18, 0.45),
-    Size(BLOCK_BYTES, 0.15, 6, 0.25, alone=True),
+    Size(128 * KIB, 0.15, 96, 0.30),
+    Size(MIB, 0.30, 32, 0.35),
+    Size(BLOCK_BYTES, 0.45, 18, 0.60),
 )
 
 
@@ -96,15 +93,13 @@ class Measurement(NamedTuple):
     """What was measured.
 
     Attributes:
-        samples: All streams reading; one per size for which there were blocks and time enough.
-        alone: One stream reading; None without time for it.
+        samples: One per size for which there were blocks and time enough.
         seen: The start of one read, and its bytes; None if nothing was read.
         read_bytes: Bytes asked for.
         seconds: Wall time of it all.
     """
 
     samples: tuple[Sample, ...] = ()
-    alone: Sample | None = None
     seen: tuple[Block, int] | None = None
     read_bytes: int = 0
     seconds: float = 0.0
@@ -123,27 +118,22 @@ def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measureme
     """
     begin = time.perf_counter()
     samples: list[Sample] = []
-    alone, seen, read_bytes = None, None, 0
+    seen, read_bytes = None, 0
     with ExitStack() as stack:
         files = {name: stack.enter_context(store.open(name)) for name in dict.fromkeys(block.file for block in blocks)}
         pool = stack.enter_context(ThreadPoolExecutor(streams))
         buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(streams)]
         for size, region in zip(SIZES, _regions(blocks), strict=True):
-            lanes = 1 if size.alone else streams
-            stride, places = _places(size, region, lanes)
+            stride, places = _places(size, region, streams)
             # Bytes cannot come faster than they did in smaller reads; is there time for one read of each stream?
             fastest = min((sample.seconds / sample.span_bytes for sample in samples), default=0.0)
-            if not places or fastest * size.span_bytes * lanes > 2 * size.max_seconds:
+            if not places or fastest * size.span_bytes * streams > 2 * size.max_seconds:
                 continue
-            done, seconds = _Round(files, places, size).run(pool, buffers[:lanes])
-            sample = Sample(size.span_bytes, stride, lanes, seconds / done)
-            if size.alone:
-                alone = sample
-            else:
-                samples.append(sample)
+            done, seconds = _Round(files, places, size).run(pool, buffers)
+            samples.append(Sample(size.span_bytes, stride, streams, seconds / done))
             seen = places[0], size.span_bytes
             read_bytes += done * size.span_bytes
-    return Measurement(tuple(samples), alone, seen, read_bytes, time.perf_counter() - begin)
+    return Measurement(tuple(samples), seen, read_bytes, time.perf_counter() - begin)
 
 
 def blocks_of_store(sizes: Mapping[str, int]) -> list[Block]:
@@ -270,13 +260,13 @@ def _regions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
         yield blocks[begin:end]
 
 
-def _places(size: Size, region: Sequence[Block], lanes: int) -> tuple[int, list[Block]]:
+def _places(size: Size, region: Sequence[Block], streams: int) -> tuple[int, list[Block]]:
     """Return the stride and the places of the reads of one size; none if there are not two for each stream."""
     per_block = BLOCK_BYTES // size.span_bytes
     fitting = len(region) * per_block
-    allowed = min(max(size.max_reads, 2 * lanes), MAX_SIZE_BYTES // size.span_bytes)
-    count = min(allowed, fitting) // lanes * lanes
-    if count < 2 * lanes:
+    allowed = min(max(size.max_reads, 2 * streams), MAX_SIZE_BYTES // size.span_bytes)
+    count = min(allowed, fitting) // streams * streams
+    if count < 2 * streams:
         return 0, []
     spread = min(MAX_SPREAD, fitting // count) if per_block > 1 else 1
     places = [

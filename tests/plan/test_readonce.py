@@ -20,6 +20,7 @@ from shardferry.plan.demand import (
     Units,
     make_demand,
     number_units,
+    rows_from_bytes,
     sets_to_bytes,
     wants_of,
     wants_to_bytes,
@@ -71,8 +72,8 @@ def plan_job(index: CheckpointIndex, job: Job, policy: Policy) -> Planned:
         for mine in job
     ]
     wants = [wants_of(load, units) for load in loads]
-    told = [wants_to_bytes(want) for want in wants]
-    demand = make_demand(told, [sets_to_bytes(want, told, rank) for rank, want in enumerate(wants)])
+    rows = [rows_from_bytes(wants_to_bytes(want)) for want in wants]
+    demand = make_demand(rows, [sets_to_bytes(want, rows, rank) for rank, want in enumerate(wants)])
     plans = [
         plan_read_once(load, units, demand, want, policy, rank=rank)
         for rank, (load, want) in enumerate(zip(loads, wants, strict=True))

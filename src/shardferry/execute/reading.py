@@ -11,29 +11,32 @@ Where ranks share one page cache, or are told to, they read for themselves, and 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from shardferry.errors import InvalidInputError, ShardingError
-from shardferry.execute.costs import cost_model_for
+from shardferry.execute.costs import storage_cost
 from shardferry.format.index import CheckpointIndex, TensorInfo
 from shardferry.geometry.sharding import Sharding
+from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.catalogue import Held
-from shardferry.plan.costmodel import PRESETS, cost_model_from_json, cost_model_to_json
+from shardferry.plan.costmodel import cost_model_from_json, cost_model_to_json
 from shardferry.plan.demand import (
     all_shapes,
     make_demand,
     number_units,
     patterns_of,
+    rows_from_bytes,
     sets_to_bytes,
     wants_of,
     wants_to_bytes,
 )
 from shardferry.plan.estimate import ReadOnce, choose_strategy, thin_bytes
 from shardferry.plan.readonce import Policy, ReadOncePlan, plan_read_once
-from shardferry.storage.location import is_remote, locate
+from shardferry.storage.location import is_remote
 from shardferry.transport.together import together
 from shardferry.units import MIB, format_bytes
 
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from shardferry.geometry.region import Region
-    from shardferry.plan.costmodel import CostModel
     from shardferry.plan.demand import Demand, Units, Wants
     from shardferry.plan.estimate import Estimate
     from shardferry.plan.load import LoadPlan
@@ -100,6 +101,24 @@ class Reading:
     strategy: str
 
 
+class Agreed(NamedTuple):
+    """What a rank knows when all have told what they want.
+
+    Attributes:
+        plan: What this rank would read by itself.
+        units: Everything stored.
+        demand: What all ranks want.
+        wants: What this rank wants.
+        estimate: What each way to read costs.
+    """
+
+    plan: LoadPlan
+    units: Units
+    demand: Demand
+    wants: Wants
+    estimate: Estimate
+
+
 def check_sharing(sharing: Sharing) -> None:
     """Raise `InvalidInputError` if the caller asked for what there is not."""
     if sharing.read_once not in get_args(ReadOnce):
@@ -145,6 +164,39 @@ def agree_on_reading(
         InvalidInputError: If ranks were called with different options; names them.
         ShardingError: If ranks do not plan the same, which is a fault of ours; names them.
     """
+    agreed = agree_on_estimate(group, index, nodes, sharing, make_plan)
+    estimate = agreed.estimate
+    if estimate.chosen == "independent":
+        return Reading(agreed.plan, None, estimate.why)
+    domains = (0,) * len(nodes) if estimate.chosen == "read-once per job" else tuple(nodes)
+    policy = Policy(domains, thin_bytes(estimate.cost), sharing.exchange_bytes)
+    once: list[ReadOncePlan] = []
+
+    def plan() -> bytes:
+        planned = plan_read_once(agreed.plan, agreed.units, agreed.demand, agreed.wants, policy, rank=group.rank)
+        once.append(planned)
+        return _digests(planned)
+
+    digests = together(group, "compare plans", plan)
+    is_needed = check_plans(digests)
+    return Reading(agreed.plan, Exchange(once[0], agreed.units, is_needed), estimate.why)
+
+
+def agree_on_estimate(
+    group: Group, index: CheckpointIndex, nodes: Sequence[int], sharing: Sharing, make_plan: Callable[[], LoadPlan]
+) -> Agreed:
+    """Return what each way of reading would cost, the same on all ranks, and what it was computed from. Collective.
+
+    Args:
+        group: The ranks.
+        index: The checkpoint.
+        nodes: The node of every rank.
+        sharing: What the caller asked for.
+        make_plan: Returns what this rank would read by itself; may raise.
+
+    Raises:
+        InvalidInputError: If ranks were called with different options; names them.
+    """
     units = number_units(index)
     plans: list[LoadPlan] = []
     wants: list[Wants] = []
@@ -152,29 +204,49 @@ def agree_on_reading(
     def tell() -> bytes:
         plans.append(make_plan())
         wants.append(wants_of(plans[0], units))
-        cost = cost_model_to_json(_cost_of(index.root)) if group.rank == 0 else None
+        cost = cost_model_to_json(storage_cost(index.root)) if group.rank == 0 else None
         return json.dumps([_options(sharing, nodes), cost, wants_to_bytes(wants[0]).decode()]).encode()
 
     told = [json.loads(data) for data in together(group, "plan", tell)]
     _check_same_call([options for options, _, _ in told])
     cost = cost_model_from_json(json.dumps(told[0][1]).encode(), "what rank 0 told")
-    said = [want.encode() for _, _, want in told]
-    sets = together(group, "share wants", lambda: sets_to_bytes(wants[0], said, group.rank))
-    demand = make_demand(said, sets)
-    estimate = _estimate(demand, units, index, nodes, cost, sharing)
-    if estimate.chosen == "independent":
-        return Reading(plans[0], None, estimate.why)
-    domains = (0,) * len(nodes) if estimate.chosen == "read-once per job" else tuple(nodes)
-    policy = Policy(domains, thin_bytes(cost), sharing.exchange_bytes)
-    once: list[ReadOncePlan] = []
+    rows = [rows_from_bytes(want.encode()) for _, _, want in told]
+    sets = together(group, "share wants", lambda: sets_to_bytes(wants[0], rows, group.rank))
+    demand = make_demand(rows, sets)
+    job, stored = tensors_wanted(demand, units, index, len(nodes))
+    estimate = choose_strategy(
+        job, stored, nodes, cost, read_once=sharing.read_once, exchange_bytes=sharing.exchange_bytes
+    )
+    return Agreed(plans[0], units, demand, wants[0], estimate)
 
-    def plan() -> bytes:
-        once.append(plan_read_once(plans[0], units, demand, wants[0], policy, rank=group.rank))
-        return _digests(once[0])
 
-    digests = together(group, "compare plans", plan)
-    is_needed = check_plans(digests)
-    return Reading(plans[0], Exchange(once[0], units, is_needed), estimate.why)
+def tensors_wanted(
+    demand: Demand, units: Units, index: CheckpointIndex, world_size: int
+) -> tuple[dict[str, Held], CheckpointIndex]:
+    """Return what ranks want as a job of plain tensors, one per unit, and an index of those, to price it.
+
+    A rank that wants several regions of a unit has it several times.
+
+    Args:
+        demand: What all ranks want.
+        units: Everything stored.
+        index: The checkpoint.
+        world_size: Ranks of the job.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    job: dict[str, Held] = {}
+    for pattern in patterns_of(demand, units, all_shapes(demand)):
+        num_bytes = math.prod(pattern.shape) * pattern.bits // BITS_PER_BYTE
+        for turn in range(max(len(regions) for _, regions in pattern.wants)):
+            wanted = {rank: regions[turn] for rank, regions in pattern.wants if turn < len(regions)}
+            layout = Sharding(pattern.shape, tuple(map(wanted.get, range(world_size))))
+            held = Held(units.units[pattern.units[0]].dtype, pattern.shape, layout, tuple(wanted))
+            for unit in (units.units[number] for number in pattern.units.tolist()):
+                name = f"{unit.file} {unit.start} {pattern.shape} {turn}"
+                span = (unit.start, unit.start + num_bytes)
+                tensors[name] = TensorInfo(unit.dtype, pattern.shape, unit.file, span)
+                job[name] = held if held.dtype == unit.dtype else replace(held, dtype=unit.dtype)
+    return job, CheckpointIndex(index.root, tensors, index.files, {})
 
 
 def check_plans(told: Sequence[bytes]) -> bool:
@@ -215,46 +287,6 @@ def _check_same_call(told: Sequence[list[object]]) -> None:
                     f"ranks 0 and {rank} call this load with different {name}{values}. exchange_bytes counts no more "
                     "than budget_bytes. Give every rank the same options"
                 )
-
-
-def _cost_of(root: str) -> CostModel:
-    where = locate(root)
-    return cost_model_for(where.root) if where.is_local else PRESETS[where.kind]
-
-
-def _estimate(  # noqa: PLR0917 - all of it is what a decision depends on
-    demand: Demand, units: Units, index: CheckpointIndex, nodes: Sequence[int], cost: CostModel, sharing: Sharing
-) -> Estimate:
-    """Price the ways to read what all ranks want, with every unit as a tensor of its own."""
-    tensors: dict[str, TensorInfo] = {}
-    job: dict[str, Held] = {}
-    for pattern in patterns_of(demand, units, all_shapes(demand)):
-        regions: list[Region | None] = [None] * len(nodes)
-        extra: dict[int, list[Region | None]] = {}
-        for rank, (first, *others) in pattern.wants:
-            regions[rank] = first
-            for at, region in enumerate(others):
-                extra.setdefault(at, [None] * len(nodes))[rank] = region
-        for at, held in enumerate((regions, *extra.values())):
-            layout = Sharding(pattern.shape, tuple(held))
-            ranks = tuple(rank for rank, region in enumerate(held) if region is not None)
-            for unit in pattern.units.tolist():
-                stored = units.units[unit]
-                name = f"{unit} {at} {pattern.shape}"
-                span = (stored.start, stored.start + _num_bytes(pattern.shape, pattern.bits))
-                tensors[name] = TensorInfo(stored.dtype, pattern.shape, stored.file, span)
-                job[name] = Held(stored.dtype, pattern.shape, layout, ranks)
-    stored_as = CheckpointIndex(index.root, tensors, index.files, {})
-    return choose_strategy(
-        job, stored_as, nodes, cost, read_once=sharing.read_once, exchange_bytes=sharing.exchange_bytes
-    )
-
-
-def _num_bytes(shape: Sequence[int], bits: int) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count * bits // 8
 
 
 def _digests(plan: ReadOncePlan) -> bytes:

@@ -138,29 +138,33 @@ def wants_to_bytes(wants: Wants) -> bytes:
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
-def sets_to_bytes(wants: Wants, told: Sequence[bytes], rank: int) -> bytes:
+def rows_from_bytes(data: bytes) -> tuple[Row, ...]:
+    """Return the wants that `wants_to_bytes` encoded."""
+    return tuple(Row(tuple(shape), tuple(map(_region, regions)), units) for shape, regions, units in json.loads(data))
+
+
+def sets_to_bytes(wants: Wants, rows: Sequence[Sequence[Row]], rank: int) -> bytes:
     """Return what a rank tells next: the sets of units of which it is the first to know the hash.
 
     Args:
         wants: What this rank wants.
-        told: What `wants_to_bytes` returned on every rank.
+        rows: The wants that every rank has told.
         rank: This rank.
     """
     mine = {_hash(units): units for units in wants.values()}
-    sets = [mine[name] for name in _first_told(list(map(_rows, told)))[rank]]
+    sets = [mine[name] for name in _first_told(rows)[rank]]
     counts = np.array([len(units) for units in sets], np.int32)
     steps = [np.diff(units, prepend=0).astype(np.int32) for units in sets]
     return zlib.compress(np.concatenate([counts, *steps]).tobytes(), 1)
 
 
-def make_demand(told: Sequence[bytes], sets: Sequence[bytes]) -> Demand:
+def make_demand(rows: Sequence[tuple[Row, ...]], sets: Sequence[bytes]) -> Demand:
     """Return what all ranks want; the same on every rank.
 
     Args:
-        told: What `wants_to_bytes` returned on every rank.
+        rows: The wants that every rank has told.
         sets: What `sets_to_bytes` returned on every rank.
     """
-    rows = list(map(_rows, told))
     found: dict[int, Numbers] = {}
     for names, data in zip(_first_told(rows), sets, strict=True):
         numbers = np.frombuffer(zlib.decompress(data), np.int32).astype(np.int64)
@@ -238,10 +242,6 @@ def _first_told(rows: Sequence[Sequence[Row]]) -> list[list[int]]:
         seen.update(names)
         found.append(names)
     return found
-
-
-def _rows(data: bytes) -> tuple[Row, ...]:
-    return tuple(Row(tuple(shape), tuple(map(_region, regions)), units) for shape, regions, units in json.loads(data))
 
 
 def _region(dims: list[list[list[int]]]) -> Region:

@@ -195,8 +195,11 @@ def test_no_way_a_load_could_take_is_cheaper_than_the_chosen_one(
     ways: tuple[ReadOnce, ...] = ("auto", "always", "never")
     auto, always, never = (choose_strategy(job, index, nodes, cost, read_once=way) for way in ways)
     best = auto.price(auto.chosen).seconds
-    for strategy in ("independent", "read-once per node", "read-once per job"):
-        assert best <= auto.price(strategy).seconds
+    shares = cost.has_page_cache  # then a node already fetches each byte once, and alone does not exchange it as well
+    assert best <= auto.price("independent").seconds
+    assert best <= auto.price("read-once per job").seconds or (shares and len(set(nodes)) == 1)
+    assert shares or best <= auto.price("read-once per node").seconds
+    assert not (shares and auto.chosen == "read-once per node")
     assert always.chosen.startswith("read-once")
     assert never.chosen == "independent"
 

@@ -24,7 +24,14 @@ from shardferry.execute.fill import execute_plan
 from shardferry.execute.load import Destination, Settings, Staging
 from shardferry.execute.meter import Buffers, Meter
 from shardferry.execute.open import open_checkpoint
-from shardferry.execute.reading import Reading, Sharing, agree_on_reading, may_share, read_alone
+from shardferry.execute.reading import (
+    Reading,
+    Sharing,
+    agree_on_estimate,
+    agree_on_reading,
+    may_share,
+    read_alone,
+)
 from shardferry.execute.readonce import Rounds, execute_rounds
 from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
 from shardferry.execute.topology import nodes_of, read_threads
@@ -50,12 +57,14 @@ from shardferry.plan.load import LoadPlan, Wanted, plan_load
 from shardferry.plan.match import Matching, Problems, Rules, match_targets, merge_problems, natural_key, raise_problems
 from shardferry.plan.target import Target, region_of
 from shardferry.storage.location import locate
+from shardferry.storage.url import redact
 from shardferry.transport.together import together
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from shardferry.plan.estimate import Estimate
     from shardferry.storage.base import Store
     from shardferry.transport.base import Group
 
@@ -164,8 +173,27 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
         reports, tuple(unfitting.missing), tuple(unfitting.unexpected), ignored, reading.strategy, unmatched
     )
     if group.rank == 0:
-        logger.info("loaded %s: %s bytes on %s ranks", request.path, report.total.bytes_wanted, group.world_size)
+        logger.info(
+            "loaded %s: %s bytes on %s ranks", redact(request.path), report.total.bytes_wanted, group.world_size
+        )
     return report
+
+
+def estimate_load(group: Group, adapter: Adapter, request: Request, sharing: Sharing) -> Estimate:
+    """Return what each way of reading would cost a load, and which it would take; nothing is read. Collective.
+
+    Raises:
+        ShardferryError: On every rank, as `run_load` does before it reads.
+    """
+    nodes = nodes_of(group.hosts, request.node_of_rank)
+    index = share_index(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
+    matching, tables = _agree(group, index, adapter, request)
+    raise_problems(_unfitting(index, tables), strict=request.strict)
+    known = _Known(index, matching, tables, nodes)
+    if not may_share(nodes, index.root, sharing):
+        sharing = sharing._replace(read_once="never")
+    plan = agree_on_estimate(group, index, nodes, sharing, lambda: _plan_own(group, known, request))
+    return plan.estimate
 
 
 def share_index(group: Group, path: str, *, strict: bool, variant: str | None) -> CheckpointIndex:
@@ -231,22 +259,26 @@ def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:
 def _plan(group: Group, known: _Known, request: Request) -> Reading:
     plans: list[LoadPlan] = []
 
-    def make() -> LoadPlan:
-        plans.append(plan_load(known.index, _wanted(known, group.rank)))
-        _check_files(known, group.rank, request.path)
-        return plans[0]
-
     def work() -> bytes:
-        make()
+        plans.append(_plan_own(group, known, request))
         return b""
 
     if request.sharing is not None and may_share(known.nodes, known.index.root, request.sharing):
-        return agree_on_reading(group, known.index, known.nodes, request.sharing, make)
+        return agree_on_reading(
+            group, known.index, known.nodes, request.sharing, lambda: _plan_own(group, known, request)
+        )
     if len(set(known.nodes)) == 1:
         work()  # rank 0 has looked at the files; an error here still reaches all ranks, when they read
     else:
         together(group, "plan", work)
     return read_alone(plans[0], request.sharing)
+
+
+def _plan_own(group: Group, known: _Known, request: Request) -> LoadPlan:
+    """Return what this rank would read by itself, after a look at the files it would read it from."""
+    plan = plan_load(known.index, _wanted(known, group.rank))
+    _check_files(known, group.rank, request.path)
+    return plan
 
 
 def _wanted(known: _Known, rank: int) -> Iterator[Wanted]:

@@ -50,7 +50,7 @@ class Atoms(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """The distinct parts that ranks hold of a tensor, each not empty; arrays of shape (num_parts,) but the last three.
+    """The distinct parts that ranks hold of a tensor, each not empty; shape (num_parts,) if not said.
 
     Attributes:
         wanted: Bytes of each.
@@ -63,6 +63,8 @@ class Parts:
         covers: What is read, cut likewise; its parts are covers.
         cover_bytes: Shape (num_covers,): bytes of each cover.
         cover_runs: Shape (num_covers,): runs of bytes of each.
+        row: Which of the rows each part lies in: one that is no single run in whole rows, another in itself.
+        rows: The distinct ones, as (first, last, bytes, runs) of each, of shape (num_rows, 4).
     """
 
     wanted: Ints
@@ -75,6 +77,8 @@ class Parts:
     covers: Atoms
     cover_bytes: Ints
     cover_runs: Ints
+    row: Ints
+    rows: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,32 +243,46 @@ def measure_parts(parts: Sequence[tuple[Region, ...]], shape: tuple[int, ...], b
     Raises:
         InvalidInputError: If a region cuts a byte in two.
     """
-    rows, covers = [], dict[tuple[Region, ...], int]()
+    covers, tables = dict[tuple[Region, ...], int](), dict[tuple[Region, ...], int]()
+    rows = []
     for regions in parts:
         collapsed = [collapse(region, shape, bits) for region in regions]
-        by_rows = [choose_access(one, seek_bytes) == "rows" for one in collapsed]
-        read = [_rows_of(one, shape) if rows else one for one, rows in zip(regions, by_rows, strict=True)]
-        cover = covers.setdefault(tuple(dict.fromkeys(read)), len(covers))
+        seen = list(zip(regions, collapsed, strict=True))
+        read = tuple(_rows_of(one, shape) if choose_access(c, seek_bytes) == "rows" else one for one, c in seen)
+        lies = tuple(one if _num_runs(c) == 1 else _rows_of(one, shape) for one, c in seen)
+        one_span = len(regions) == 1 and len(collapsed[0].sizes) == 1 and _num_runs(collapsed[0]) == 1
+        numbers = (
+            found.setdefault(tuple(dict.fromkeys(k)), len(found)) for found, k in ((covers, read), (tables, lies))
+        )
+        rows.append((one_span, *numbers))
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    first, last, wanted, runs = _measured(parts, shape, bits).T
+    read_as, lie_in = (_measured(found, shape, bits) for found in (covers, tables))
+    return Parts(
+        wanted=wanted,
+        first=first,
+        last=last,
+        runs=runs,
+        is_one_span=table[:, 0] == 1,
+        cover=table[:, 1],
+        atoms=_atoms(parts, wanted, shape, bits),
+        covers=_atoms(list(covers), read_as[:, 2], shape, bits),
+        cover_bytes=read_as[:, 2],
+        cover_runs=read_as[:, 3],
+        row=table[:, 2],
+        rows=lie_in,
+    )
+
+
+def _measured(parts: Iterable[tuple[Region, ...]], shape: tuple[int, ...], bits: int) -> Ints:
+    """Return first byte, last byte, bytes and runs of each, of shape (num_parts, 4)."""
+    rows = []
+    for regions in parts:
+        collapsed = [collapse(region, shape, bits) for region in regions]
         ends = [_ends(one) for one in collapsed]
         num_bytes = sum(one.num_bytes for one in collapsed)
-        runs = sum(map(_num_runs, collapsed))
-        one_span = runs == 1 and len(collapsed[0].sizes) == 1  # what is bridged to its neighbours
-        rows.append((num_bytes, min(ends)[0], max(end for _, end in ends), runs, cover, one_span))
-    table = np.array(rows, np.int64).reshape(-1, 6)
-    flat = [[collapse(region, shape, bits) for region in regions] for regions in covers]
-    cover_bytes = np.array([sum(one.num_bytes for one in regions) for regions in flat], np.int64)
-    return Parts(
-        wanted=table[:, 0],
-        first=table[:, 1],
-        last=table[:, 2],
-        runs=table[:, 3],
-        is_one_span=table[:, 5] == 1,
-        cover=table[:, 4],
-        atoms=_atoms(parts, table[:, 0], shape, bits),
-        covers=_atoms(list(covers), cover_bytes, shape, bits),
-        cover_bytes=cover_bytes,
-        cover_runs=np.array([sum(map(_num_runs, regions)) for regions in flat], np.int64),
-    )
+        rows.append((min(ends)[0], max(end for _, end in ends), num_bytes, sum(map(_num_runs, collapsed))))
+    return np.array(rows, np.int64).reshape(-1, 4)
 
 
 def _rows_of(region: Region, shape: tuple[int, ...]) -> Region:

@@ -122,7 +122,6 @@ def volume_once(shape: JobShape, node_of: Ints, domain_of: Ints, *, thin_bytes: 
     """
     num_nodes = _count(node_of)
     reads, requests, remote, local = (np.zeros(len(node_of)) for _ in range(4))
-    total = 0
     for pattern in shape.patterns:
         for share in _shares(pattern, domain_of, thin_bytes):
             held = share.group_of_rank >= 0
@@ -133,10 +132,9 @@ def volume_once(shape: JobShape, node_of: Ints, domain_of: Ints, *, thin_bytes: 
             requests += share.runs * each
             remote += share.wanted * each * (num_here - num_near)
             local += share.wanted * each * np.maximum(num_near - 1, 0)
-            total += share.total * pattern.num_tensors
     for bridge in _bridges(shape, seek_bytes=1):  # no hole: the same run goes on
         requests[bridge.ranks] -= bridge.num / _num_alike(bridge.part_of_rank, domain_of)[bridge.ranks]
-    rank_bytes = _rounded(reads, total)
+    rank_bytes = _rounded(reads, domain_of)
     return Volume(
         node_bytes=_by_group(rank_bytes, node_of, num_nodes),
         node_requests=_by_group(np.maximum(np.ceil(requests), rank_bytes > 0).astype(np.int64), node_of, num_nodes),
@@ -154,39 +152,49 @@ class _Share(NamedTuple):
         wanted: Bytes of it that each rank wants.
         read: Bytes that each rank's group reads.
         runs: Runs that each rank's group reads.
-        total: Bytes all groups of all domains read.
     """
 
     group_of_rank: Ints
     wanted: Ints
     read: Ints
     runs: Ints
-    total: int
 
 
 def _shares(pattern: Pattern, domain_of: Ints, thin_bytes: int) -> Iterator[_Share]:
     parts, part_of_rank, num_domains = pattern.parts, pattern.part_of_rank, _count(domain_of)
     union = _union(parts.atoms, part_of_rank, domain_of, num_domains)
     runs = _union(Atoms(parts.runs, None), part_of_rank, domain_of, num_domains)
-    cover_of_rank = _by_rank(parts.cover, part_of_rank, default=-1)
-    row_runs = _union(Atoms(parts.cover_runs, None), cover_of_rank, domain_of, num_domains)
-    several = _union(Atoms(np.ones_like(parts.wanted), None), part_of_rank, domain_of, num_domains) > 1
-    rows = (several & (union < runs * thin_bytes) & (row_runs < runs))[domain_of] & (part_of_rank >= 0)
+    several = _union(Atoms(np.ones_like(parts.wanted), None), part_of_rank, domain_of, num_domains)
+    row_runs = _runs_of_rows(pattern, union, domain_of)
+    row_runs = np.where(row_runs, row_runs, runs // np.maximum(several, 1))
+    rows = ((several > 1) & (union < runs * thin_bytes) & (row_runs < runs))[domain_of] & (part_of_rank >= 0)
     wanted = _by_rank(parts.wanted, part_of_rank)
     if rows.any():
         read = np.where(rows, union[domain_of], 0)
-        total = int(union[np.unique(domain_of[rows])].sum())
-        yield _Share(np.where(rows, 0, -1), wanted, read, row_runs[domain_of], total)
+        yield _Share(np.where(rows, 0, -1), wanted, read, row_runs[domain_of])
     part_of_rank = np.where(rows, -1, part_of_rank)
     if parts.atoms.parts is None:
-        total = int(_union(parts.atoms, part_of_rank, domain_of, num_domains).sum())
-        yield _Share(part_of_rank, wanted, wanted, _by_rank(parts.runs, part_of_rank), total)
+        yield _Share(part_of_rank, wanted, wanted, _by_rank(parts.runs, part_of_rank))
         return
     for size, members in zip(parts.atoms.num_bytes, parts.atoms.parts, strict=True):
         holds = np.isin(part_of_rank, members)
         atom = np.where(holds, size, 0)
-        total = int(size) * len(np.unique(domain_of[holds]))
-        yield _Share(np.where(holds, 0, -1), atom, atom, holds.astype(np.int64), total)
+        yield _Share(np.where(holds, 0, -1), atom, atom, holds.astype(np.int64))
+
+
+def _runs_of_rows(pattern: Pattern, union: Ints, domain_of: Ints) -> Ints:
+    """Return in how many runs each domain reads the rows its parts lie in; 0 where it does not want all of them."""
+    num_domains = len(union)
+    first, last, num_bytes, runs = pattern.parts.rows.T
+    row_of_rank = _by_rank(pattern.parts.row, pattern.part_of_rank, default=-1)
+    held = row_of_rank >= 0
+    keys = np.unique(domain_of[held] * max(1, len(first)) + row_of_rank[held])
+    domains, rows = np.divmod(keys, max(1, len(first)))
+    order = np.lexsort((first[rows], domains))
+    domains, rows = domains[order], rows[order]
+    joined = (domains[1:] == domains[:-1]) & (first[rows[1:]] == last[rows[:-1]])
+    found = _by_group(runs[rows], domains, num_domains) - _by_group(joined.astype(np.int64), domains[1:], num_domains)
+    return np.where(_by_group(num_bytes[rows], domains, num_domains) == union, found, 0)
 
 
 class _Bridge(NamedTuple):
@@ -302,11 +310,12 @@ def _distinct(keys: Ints) -> tuple[Ints, Ints]:
     return found.T, counts
 
 
-def _rounded(values: Floats, total: int) -> Ints:
-    """Return whole numbers that add up to `total`, each within one of its value."""
-    bounds = np.rint(np.cumsum(values)).astype(np.int64)
-    bounds[-1:] = total
-    return np.diff(bounds, prepend=0)
+def _rounded(values: Floats, domain_of: Ints) -> Ints:
+    """Return whole numbers, each within one of its value, with the same sum in every domain, where it is whole."""
+    order = np.argsort(domain_of, kind="stable")
+    found = np.zeros(len(values), np.int64)
+    found[order] = np.diff(np.rint(np.cumsum(values[order])).astype(np.int64), prepend=0)
+    return found
 
 
 def _count(group_of: Ints) -> int:

@@ -95,14 +95,7 @@ def load_model(
         StorageError: If reading fails; the model's content is then undefined.
         RankFailedError: If another rank failed; says which and why.
     """
-
-    def prepare() -> tuple[Filler, Request]:
-        entries = model_entries(model)
-        filler = Filler(entries, options.get("shardings", {}), put_into_model)
-        filler.unfilled += unfilled_names(model, entries)
-        return filler, _request(path, model, strict=strict, options=options)
-
-    return _run_torch_load(prepare, options)
+    return _run_torch_load(lambda: prepare_model(model, path, strict=strict, options=options), options)
 
 
 def load_state_dict(
@@ -155,6 +148,21 @@ def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: Load
         )
         warnings.warn(message, CheckpointWarning, stacklevel=3)
     return report
+
+
+def prepare_model(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool, options: LoadOptions
+) -> tuple[Filler, Request]:
+    """Return what fills a model, and what its load asks for.
+
+    Raises:
+        TypeError: If an option is unknown.
+    """
+    _check_options(options)
+    entries = model_entries(model)
+    filler = Filler(entries, options.get("shardings", {}), put_into_model)
+    filler.unfilled += unfilled_names(model, entries)
+    return filler, _request(path, model, strict=strict, options=options)
 
 
 def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: bool, options: LoadOptions) -> Request:

@@ -15,6 +15,8 @@ import shardferry.jax as sf
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardferry.plan.estimate import ReadOnce
+
     from .pool import JaxJobs
 
 # Shapes that divide by 8 in the dims that are cut; bytes are random, so NaNs of every kind are among them.
@@ -54,7 +56,7 @@ def save(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def load_every_spec(path: str, mesh_shape: tuple[int, int], order: list[int]) -> list[str]:
+def load_every_spec(path: str, mesh_shape: tuple[int, int], order: list[int], read_once: ReadOnce) -> list[str]:
     """Load all tensors under all specs and return what is not as NumPy cuts it."""
     mesh = Mesh(np.array(jax.devices())[order].reshape(mesh_shape), ("a", "b"))
     stored = load_file(f"{path}/model.safetensors")
@@ -72,7 +74,8 @@ def load_every_spec(path: str, mesh_shape: tuple[int, int], order: list[int]) ->
         for name in stored:
             keys = [key for key in target if names[key] == name]
             chosen[keys[at % len(keys)]] = target[keys[at % len(keys)]]
-        made = sf.load(path, chosen, names=names.get)
+        nodes = list(range(jax.process_count()))
+        made = sf.load(path, chosen, names=names.get, read_once=read_once, node_of_rank=nodes, exchange_bytes=1 << 20)
         for key, array in made.items():
             right = stored[names[key]]
             if array.sharding != chosen[key].sharding or array.dtype != right.dtype:
@@ -85,6 +88,7 @@ def load_every_spec(path: str, mesh_shape: tuple[int, int], order: list[int]) ->
     return wrong
 
 
+@pytest.mark.parametrize("read_once", ["never", "always"])
 @pytest.mark.parametrize(
     ("processes", "devices", "mesh_shape", "order"),
     [
@@ -96,7 +100,50 @@ def load_every_spec(path: str, mesh_shape: tuple[int, int], order: list[int]) ->
     ],
 )
 def test_every_process_gets_what_its_devices_hold(  # noqa: PLR0917 - fixtures and parameters
-    jax_job: JaxJobs, tmp_path: Path, processes: int, devices: int, mesh_shape: tuple[int, int], order: list[int]
+    jax_job: JaxJobs,
+    tmp_path: Path,
+    processes: int,
+    devices: int,
+    mesh_shape: tuple[int, int],
+    order: list[int],
+    read_once: ReadOnce,
 ) -> None:
     save(tmp_path)
-    assert jax_job(processes, devices).run(load_every_spec, str(tmp_path), mesh_shape, order) == [[]] * processes
+    job = jax_job(processes, devices)
+    assert job.run(load_every_spec, str(tmp_path), mesh_shape, order, read_once) == [[]] * processes
+
+
+def load_replicated(path: str) -> tuple[int, int, int, list[str]]:
+    """Load odd shapes that every process wants, two ways of cutting them; return bytes read and sent by all."""
+    mesh = Mesh(np.array(jax.devices()).reshape(jax.process_count(), -1), ("data", "model"))
+    stored = load_file(f"{path}/model.safetensors")
+    specs = {"embed": PartitionSpec(None, "model"), "up": PartitionSpec("model"), "odd": PartitionSpec()}
+    target = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, array in stored.items()
+    }
+    reports: list[sf.LoadReport] = []
+    nodes = list(range(jax.process_count()))
+    made = sf.load(path, target, read_once="always", node_of_rank=nodes, on_report=reports.append)
+    wrong = [
+        f"{name} {shard.index}"
+        for name, array in made.items()
+        for shard in array.addressable_shards
+        if np.asarray(shard.data).tobytes() != stored[name][shard.index].tobytes()
+    ]
+    total = reports[0].total
+    return total.bytes_read, total.bytes_sent, sum(array.nbytes for array in stored.values()), wrong
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)])
+def test_what_all_want_is_read_once_and_sent_to_each_other_once(
+    jax_job: JaxJobs, tmp_path: Path, processes: int, devices: int
+) -> None:
+    random = np.random.default_rng(2)
+    shapes = {"embed": (4001, 64), "up": (1024, 501), "odd": (1021, 503)}
+    tensors = {name: np.frombuffer(random.bytes(2 * a * b), np.uint16).reshape(a, b) for name, (a, b) in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for read, sent, total, wrong in jax_job(processes, devices).run(load_replicated, str(tmp_path)):
+        assert not wrong
+        assert total <= read <= 1.02 * total
+        assert sent == (processes - 1) * total

@@ -8,8 +8,18 @@ report = sf.save("/out", params)
 from __future__ import annotations
 
 from shardferry.execute.report import LoadReport, Progress, RankReport, SaveReport
-from shardferry.jax.leaves import Stack
+from shardferry.jax.leaves import Stacked
 from shardferry.jax.load import LoadOptions, load
 from shardferry.jax.save import SaveOptions, save
 
-__all__ = ["LoadOptions", "LoadReport", "Progress", "RankReport", "SaveOptions", "SaveReport", "Stack", "load", "save"]
+__all__ = [
+    "LoadOptions",
+    "LoadReport",
+    "Progress",
+    "RankReport",
+    "SaveOptions",
+    "SaveReport",
+    "Stacked",
+    "load",
+    "save",
+]

@@ -62,8 +62,9 @@ def open_group(timeout_s: float) -> Group:
     if jax.process_count() == 1:
         return SoloGroup()
     state = distributed.global_state
+    last = _calls.prefix
     _calls.next(state.client)
-    return connect(
+    group = connect(
         KeyValueRendezvous(state.client, f"{_calls.prefix}group/"),
         jax.process_index(),
         jax.process_count(),
@@ -71,6 +72,9 @@ def open_group(timeout_s: float) -> Group:
         bind_address=lambda: address_towards(*_split(str(state.coordinator_address))),
         timeout_s=timeout_s,
     )
+    if group.rank == 0:
+        state.client.key_value_delete(last)  # all below it: whoever is here has left the last call
+    return group
 
 
 def rendezvous_of_call(name: str) -> KeyValueRendezvous:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PyTree = Any
 
 
-class Stack(NamedTuple):
+class Stacked(NamedTuple):
     """Checkpoint tensors that are one array of the tree, stacked along a new dim, as scanned layers are.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stack(NamedTuple):
 
 
 # What the checkpoint calls a leaf: a name, names stacked along dim 0, names stacked along another; None leaves it out.
-StoredAs = str | list[str] | Stack | None
+StoredAs = str | list[str] | Stacked | None
 Names = Mapping[str, StoredAs] | Callable[[str], StoredAs]
 
 
@@ -52,11 +52,16 @@ class Leaf:
     """
 
     key_path: str
-    stored_as: str | Stack
+    stored_as: str | Stacked
     shape: tuple[int, ...]
     dtype: str
     sharding: Sharding
     position: int
+
+    @property
+    def is_stored_whole(self) -> bool:
+        """Whether the checkpoint has it as one tensor."""
+        return isinstance(self.stored_as, str)
 
     @property
     def name(self) -> str:
@@ -134,7 +139,7 @@ def _leaves(keys: list[str], values: list[Any], names: Names | None) -> Iterable
         if stored_as is None:
             continue
         called = stored_as if isinstance(stored_as, str) else key
-        if isinstance(stored_as, Stack):
+        if isinstance(stored_as, Stacked):
             _check_stack(stored_as, tuple(value.shape), key)
         dtype = dtype_name(value.dtype, called)
         sharding = _sharding(getattr(value, "sharding", None), called)
@@ -145,13 +150,13 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _stored_as(key: str, names: Names | None) -> str | Stack | None:
+def _stored_as(key: str, names: Names | None) -> str | Stacked | None:
     said: StoredAs = key
     if isinstance(names, Mapping):
         said = names.get(key, key)
     elif names is not None:
         said = names(key)
-    return Stack(tuple(said)) if isinstance(said, list) else said
+    return Stacked(tuple(said)) if isinstance(said, list) else said
 
 
 def _sharding(sharding: Sharding | None, name: str) -> Sharding:
@@ -165,7 +170,7 @@ def _sharding(sharding: Sharding | None, name: str) -> Sharding:
     return sharding
 
 
-def _check_stack(stack: Stack, shape: tuple[int, ...], key: str) -> None:
+def _check_stack(stack: Stacked, shape: tuple[int, ...], key: str) -> None:
     if not -len(shape) <= stack.dim < len(shape) or shape[stack.dim] != len(stack.names):
         raise InvalidInputError(
             f"{key}: {len(stack.names)} names are stacked along dim {stack.dim}, but its shape is {list(shape)}"

@@ -8,22 +8,29 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import jax
 
+from shardferry.convert.rules import Convert
+from shardferry.convert.steps import Concatenate, Reshape
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
+from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.jax.filler import Filler
 from shardferry.jax.group import open_group
-from shardferry.jax.leaves import put_together, take_apart
+from shardferry.jax.leaves import Stacked, put_together, take_apart
+from shardferry.jax.mover import open_mover
 from shardferry.plan.match import Rules
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
+    from shardferry.convert.rules import Rule
     from shardferry.execute.report import LoadReport, Progress
-    from shardferry.jax.leaves import Names, PyTree
+    from shardferry.jax.leaves import Leaf, Names, PyTree, Tree
+    from shardferry.plan.estimate import ReadOnce
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_BUDGET_BYTES = 256 * MIB
+DEFAULT_EXCHANGE_BYTES = 256 * MIB
 
 
 class LoadOptions(TypedDict, total=False):
@@ -32,6 +39,8 @@ class LoadOptions(TypedDict, total=False):
     Attributes:
         cast: Cast F16, BF16, F32 and F64 to the target's dtype (default); False makes a difference an error. Nothing
             else is ever cast.
+        conversions: Rules that make the checkpoint's names and shapes the tree's, applied in order, before `names`; see
+            `shardferry.conversions`. All processes give the same ones.
         checkpoint_strict: Apply the rules of files and index in full (default); False goes on where transformers
             would.
         variant: Variant of the file names, e.g. `"fp16"`.
@@ -39,16 +48,22 @@ class LoadOptions(TypedDict, total=False):
         on_progress: Called on every process with its own `Progress`, from the reading threads.
         on_report: Called on every process with the `LoadReport` of a load that has succeeded.
         budget_bytes: Memory a process may use beside the arrays; 256 MiB by default.
+        read_once: Whether one process reads what several want, and sends it to them: `"auto"` (default) if that is
+            predicted to be faster, which it is not where all share one page cache; `"always"`; or `"never"`.
+        exchange_bytes: Memory a process may use for such an exchange, as a part of `budget_bytes`; 256 MiB by default.
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
     """
 
     cast: bool
+    conversions: Sequence[Rule]
     checkpoint_strict: bool
     variant: str | None
     node_of_rank: Sequence[int] | None
     on_progress: Callable[[Progress], None] | None
     on_report: Callable[[LoadReport], None] | None
     budget_bytes: int
+    read_once: ReadOnce
+    exchange_bytes: int
     timeout_s: float
 
 
@@ -70,7 +85,7 @@ def load(
             are not used. Without a sharding an array is replicated over all devices. Leaves without shape and dtype
             (functions in an equinox module) stay as they are.
         names: What the checkpoint calls an array: by its dot-joined key path, a mapping from it, or a function of it.
-            A list of names stands for as many tensors stacked along a new first dim, `Stack` along another; None
+            A list of names stands for as many tensors stacked along a new first dim, `Stacked` along another; None
             leaves the array out. By default the key path is the name.
         strict: Whether a name that is missing or unexpected is an error. If not, the report lists them, and a leaf
             that is missing stays as it was in `target`.
@@ -88,10 +103,9 @@ def load(
         RankFailedError: If another process failed; says which and why.
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
-        check_options(options, LoadOptions.__optional_keys__, "a load")
         tree = take_apart(target, names)
-        filler = Filler(tree.leaves)
-        report = run_load(group, filler, _request(path, strict=strict, options=options))
+        filler, request = prepare(path, tree, strict=strict, options=options)
+        report = run_load(group, filler, request)
         arrays = filler.arrays(report.missing)
     if report.total.num_overflowed and jax.process_index() == 0:
         message = (
@@ -104,6 +118,16 @@ def load(
     return put_together(tree, arrays)
 
 
+def prepare(path: str | os.PathLike[str], tree: Tree, *, strict: bool, options: LoadOptions) -> tuple[Filler, Request]:
+    """Return what fills a tree, and what its load asks for.
+
+    Raises:
+        TypeError: If an option is unknown.
+    """
+    check_options(options, LoadOptions.__optional_keys__, "a load")
+    return Filler(tree.leaves), _request(path, tree.leaves, strict=strict, options=options)
+
+
 def check_options(given: Collection[str], known: frozenset[str], what: str) -> None:
     """Raise `TypeError` for an option that does not exist."""
     unknown = sorted(set(given) - known)
@@ -111,15 +135,40 @@ def check_options(given: Collection[str], known: frozenset[str], what: str) -> N
         raise TypeError(f"unknown option {', '.join(unknown)}; {what} takes {', '.join(sorted(known))}")
 
 
-def _request(path: str | os.PathLike[str], *, strict: bool, options: LoadOptions) -> Request:
+def stacking_rules(leaves: Iterable[Leaf]) -> tuple[Rule, ...]:
+    """Return the rules that make arrays out of the tensors that are stacked in them."""
+    return tuple(_stacking(leaf.key_path, leaf.stored_as, leaf.shape) for leaf in leaves if not leaf.is_stored_whole)
+
+
+def _stacking(name: str, stacked: str | Stacked, shape: tuple[int, ...]) -> Convert:
+    assert isinstance(stacked, Stacked)
+    dim = stacked.dim % len(shape)
+    one = (*shape[:dim], 1, *shape[dim + 1 :])
+    return Convert(stacked.names, (name,), (Reshape(one, back=(*shape[:dim], *shape[dim + 1 :])), Concatenate(dim)))
+
+
+def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bool, options: LoadOptions) -> Request:
+    budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    sharing = Sharing(
+        read_once=options.get("read_once", "auto"),
+        exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),
+        mover=open_mover,
+    )
+    check_sharing(sharing)
     return Request(
         path=os.fspath(path),
         strict=strict,
         checkpoint_strict=options.get("checkpoint_strict", True),
         variant=options.get("variant"),
-        rules=Rules(sources={}, cast=options.get("cast", True), ignorable=lambda _: False),
+        rules=Rules(
+            sources={},
+            cast=options.get("cast", True),
+            ignorable=lambda _: False,
+            conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
+        ),
         given_names=(),
         node_of_rank=options.get("node_of_rank"),
         on_progress=options.get("on_progress"),
-        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+        budget_bytes=budget_bytes,
+        sharing=sharing,
     )

@@ -88,17 +88,23 @@ class JaxMover:
 
     def _meet(self, ranks: tuple[int, ...]) -> None:
         """Wait until all of some processes are about to start their next transfer among them."""
-        self._num_transfers[ranks] += 1
-        step = f"{'-'.join(map(str, ranks))}/{self._num_transfers[ranks]}"
-        self._rendezvous.set(f"{step}/{jax.process_index()}", b"here")
+        mine, among = jax.process_index(), "-".join(map(str, ranks))
+        step = self._num_transfers[ranks] = self._num_transfers[ranks] + 1
+        self._rendezvous.set(f"{among}/{step}/{mine}", b"here")
         for rank in ranks:
-            while rank != jax.process_index():
-                self._check()
-                try:
-                    self._rendezvous.get(f"{step}/{rank}", MEET_S)
-                except TimeoutError:
-                    continue
-                break
+            if rank != mine:
+                self._wait_for(f"{among}/{step}/{rank}")
+        # Whoever is here has seen all keys of the step before.
+        self._rendezvous.delete(f"{among}/{step - 1}/{mine}")
+
+    def _wait_for(self, key: str) -> None:
+        while True:
+            self._check()
+            try:
+                self._rendezvous.get(key, MEET_S)
+            except TimeoutError:
+                continue
+            return
 
     def _gather(self, ranks: tuple[int, ...], place: int, data: Bytes, size: int) -> Bytes:
         """Return a carrier of every rank, shape (ranks, size), given this one's content."""
@@ -134,12 +140,7 @@ class JaxMover:
 @contextmanager
 def open_mover(check: Callable[[], None]) -> Iterator[JaxMover]:
     """Give what moves bytes between the processes of the group opened last; one per group. Collective."""
-    rendezvous = rendezvous_of_call("mover")
-    try:
-        yield JaxMover(rendezvous, check)
-    finally:
-        if jax.process_index() == 0:
-            rendezvous.delete("")  # all that is below
+    yield JaxMover(rendezvous_of_call("mover"), check)
 
 
 def _carriers(num_bytes: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles and slow mounts.
+"""What all tests share: hypothesis profiles, slow mounts and servers.
 
 The profiles: quick while writing code, thorough and repeatable in `make test`.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.tools.mounts import MakeMounts, slow_mounts, why_no_mounts
+
+pytest_plugins = ["tests.tools.remote"]
 
 # No deadlines: a shared machine makes any single example slow now and then.
 settings.register_profile("quick", max_examples=50, deadline=None)

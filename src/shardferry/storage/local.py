@@ -9,12 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from shardferry.errors import StorageError
 from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, filesystem_type
 from shardferry.storage.mapping import GuardedMapping
 from shardferry.storage.placement import place_bytes
+from shardferry.storage.rows import copy_columns, rows_extent
 from shardferry.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -135,9 +134,9 @@ class LocalFile:
             part = out[first : first + step]
             start = rows.start + first * rows.row_bytes
             here = rows._replace(start=start)
-            with mapping.window(*_extent(here, len(part))) as window:
+            with mapping.window(*rows_extent(here, len(part))) as window:
                 if window is not None:
-                    _copy_columns(part, window, here)
+                    copy_columns(part, window, here)
             if window is not None:
                 on_read(part.size, 0)
                 continue
@@ -162,10 +161,10 @@ class LocalFile:
         for first in range(0, len(out), step):
             part = out[first : first + step]
             here = rows._replace(start=rows.start + first * rows.row_bytes)
-            start, stop = _extent(here, len(part))
+            start, stop = rows_extent(here, len(part))
             block = scratch[: stop - start]
             self.read_into(block, start, on_read)
-            _copy_columns(part, block, here)
+            copy_columns(part, block, here)
 
     def _call(self, views: list[memoryview], start: int, stop: int, on_read: OnRead) -> int:
         """Fill `views` from offset `start` on, perhaps not to the end; return how many bytes came."""
@@ -211,20 +210,3 @@ def _next_call(views: Sequence[memoryview], at: int) -> list[memoryview]:
         if not room:
             break
     return taken
-
-
-def _extent(rows: Rows, num_rows: int) -> tuple[int, int]:
-    """Return the half-open range of file bytes from the first wanted column to the last."""
-    low, high = rows.columns[0][0], rows.columns[-1][1]
-    return rows.start + low, rows.start + (num_rows - 1) * rows.row_bytes + high
-
-
-def _copy_columns(out: Bytes, source: Bytes, rows: Rows) -> None:
-    """Copy the wanted columns of the rows that begin at the first wanted byte in `source`."""
-    at = 0
-    for start, stop in rows.columns:
-        table = np.lib.stride_tricks.as_strided(
-            source[start - rows.columns[0][0] :], (len(out), stop - start), (rows.row_bytes, 1)
-        )
-        np.copyto(out[:, at : at + stop - start], table)
-        at += stop - start

@@ -38,6 +38,7 @@ CHUNK_BYTES = MIB
 BLOCK_BYTES = 4 * MIB
 # Headers under way at once; a guess between what a store takes and what a process of one core handles.
 HEADER_REQUESTS = 32
+RANGE_NOT_SATISFIABLE = 416  # HTTP
 
 
 class Pin(NamedTuple):
@@ -130,12 +131,18 @@ class WebSource(ObjectSource):
 
 def ask_client(client: Client, name: str, span: tuple[int, int], version: str) -> Answer:
     """Ask a client for bytes [start, stop) of an object."""
-    from obstore import get  # noqa: PLC0415 - an extra
+    from obstore import get, head  # noqa: PLC0415 - an extra
 
     options: GetOptions = {"range": span}
     if version and not version.startswith("W/"):  # a weak ETag equals nothing
         options["if_match"] = version
-    result = get(client, name, options=options)
+    try:
+        result = get(client, name, options=options)
+    except failures() as error:
+        refused = status_of(error) == RANGE_NOT_SATISFIABLE or type(error).__name__ == "NotSupportedError"
+        if span[0] or not refused or (meta := head(client, name))["size"]:
+            raise
+        return Answer(Pin(0, meta["e_tag"] or ""), 0, iter(()))  # an empty object has no first byte to ask for
     meta = result.meta
     chunks = (np.frombuffer(memoryview(chunk), np.uint8) for chunk in result.stream(min_chunk_size=CHUNK_BYTES))
     return Answer(Pin(meta["size"], meta["e_tag"] or ""), result.range[0], chunks)
@@ -247,8 +254,6 @@ class ObjectFiles:
                 answer = self._source.ask(name, 0, FIRST_READ_BYTES, "")
                 first = b"".join(chunk.tobytes() for chunk in answer.chunks)
             except failures() as error:
-                if status_of(error) == 416:  # noqa: PLR2004 - HTTP: an empty object has no first byte
-                    return Pin(0, ""), b""
                 trouble.wait(error, _go_on)
                 continue
             if len(first) == min(answer.pin.size, FIRST_READ_BYTES):

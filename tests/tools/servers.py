@@ -114,9 +114,10 @@ class Fault:
     """What happens to some requests.
 
     Attributes:
-        kind: `status` (the answer has only `code`), `reset` and `truncate` (the connection breaks in the middle of the
-            body, by RST or a clean close), `length` (another size of the object is told), `etag` (another ETag),
-            `drip` (one byte, then silence), `whole` (the range asked for is ignored), `lost` (the request is carried out, the answer is `code`).
+        kind: `status` (the answer has only `code`), `lost` (the request is carried out, the answer is `code`), `reset`
+            and `truncate` (the connection breaks in the middle of the body, by RST or a clean close), `length` (another
+            size of the object is told), `etag` (another ETag), `drip` (one byte, then silence), `whole` (the range
+            asked for is ignored).
         every: Which of the requests that match: every n-th, the n-th first.
         first: How many are spared before counting begins.
         times: How often at most.

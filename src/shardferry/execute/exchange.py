@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardferry.execute.save import Source, WriteSettings
     from shardferry.plan.catalogue import Held
     from shardferry.storage.base import Bytes
-    from shardferry.storage.writing import OpenFiles
+    from shardferry.storage.writing import WritableFiles
     from shardferry.transport.bulk import Mover
 
 
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
 
 
 def execute_exchange(
-    exchange: Exchange, sources: Mapping[str, Source], files: OpenFiles, settings: WriteSettings, mover: Mover
+    exchange: Exchange, sources: Mapping[str, Source], files: WritableFiles, settings: WriteSettings, mover: Mover
 ) -> None:
     """Move every part to the owner of its box, and write the boxes this rank owns. Collective.
 
@@ -54,9 +54,11 @@ def execute_exchange(
         StorageError: If a write fails; names the file and the offset.
     """
     for boxes in exchange.rounds:
-        for box, data in _move(exchange, boxes, sources, settings, mover):
-            start = box.start + _first_byte(_collapsed(exchange, box.name, box))
-            files.get(box.file).write(data, start, settings.on_bytes)
+        made = _move(exchange, boxes, sources, settings, mover)
+        for box in boxes:  # in this order: some places take a file only from its beginning to its end
+            if box.owner == exchange.rank:
+                start = box.start + _first_byte(_collapsed(exchange, box.name, box))
+                files.get(box.file).write(made[box], start, settings.on_bytes)
 
 
 def _move(
@@ -65,9 +67,10 @@ def _move(
     sources: Mapping[str, Source],
     settings: WriteSettings,
     mover: Mover,
-) -> list[tuple[Box, Bytes]]:
-    """Run one round; return the boxes this rank owns with their bytes."""
+) -> dict[Box, Bytes]:
+    """Run one round; return the bytes of the boxes this rank owns."""
     outgoing, incoming = turn_of(boxes, exchange.catalogue, exchange.dtypes, exchange.rank)
+    incoming = tuple(sorted(incoming, key=lambda pair: pair[1].sender))
     send_sizes, receive_sizes = [0] * exchange.world_size, [0] * exchange.world_size
     for box, part in outgoing:
         send_sizes[box.owner] += _num_bytes(exchange, box, part)
@@ -97,18 +100,20 @@ def _gather(
 
 def _assemble(
     exchange: Exchange, incoming: Sequence[tuple[Box, Part]], receive: Bytes, settings: WriteSettings
-) -> list[tuple[Box, Bytes]]:
+) -> dict[Box, Bytes]:
+    sizes = {box: _collapsed(exchange, box.name, box).num_bytes for box, _ in incoming}
+    memory = settings.buffers.get("box", sum(sizes.values()))
     made: dict[Box, Bytes] = {}
+    for box, size in sizes.items():
+        made[box], memory = memory[:size], memory[size:]
     done = 0
     for box, part in incoming:
-        whole = _collapsed(exchange, box.name, box)
-        if box not in made:
-            made[box] = settings.buffers.get("box", whole.num_bytes)  # a rank owns one box a round at most
         collapsed = _collapsed(exchange, box.name, part)
         count = collapsed.num_bytes
-        _scatter(receive[done : done + count], collapsed, made[box], _first_byte(whole))
+        base = _first_byte(_collapsed(exchange, box.name, box))
+        _scatter(receive[done : done + count], collapsed, made[box], base)
         done += count
-    return list(made.items())
+    return made
 
 
 def _scatter(data: Bytes, collapsed: Collapsed, out: Bytes, base: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardferry.errors import InvalidInputError
 from shardferry.format.oldfiles import Naming, is_checkpoint_file
@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardferry.plan.packing import CheckpointLayout
-    from shardferry.storage.publish import Publication
+
+
+class Takes(Protocol):
+    """What small files are put into."""
+
+    def add(self, name: str, data: bytes) -> None:
+        """Write a file that belongs beside the weights."""
+        ...
 
 
 class Extras:
@@ -40,7 +47,7 @@ class Extras:
             self.remove()
             raise
 
-    def stage(self, publication: Publication) -> None:
+    def stage(self, publication: Takes) -> None:
         """Put the files beside the weights, which are still staged."""
         for name in self.names:
             publication.add(name, Path(self._folder.name, name).read_bytes())

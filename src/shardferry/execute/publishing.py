@@ -19,13 +19,14 @@ from shardferry.storage.place import Place
 from shardferry.storage.publish import Claim, Publication, claim_target
 from shardferry.storage.renames import LocalFilesystem
 from shardferry.storage.target import survey_target
-from shardferry.storage.writing import create_file, write_header
+from shardferry.storage.writing import OpenFiles, create_file, write_header
 from shardferry.transport.together import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from shardferry.execute.meter import Meter
     from shardferry.format.savenames import PublishProtocol
     from shardferry.plan.packing import CheckpointLayout
     from shardferry.plan.publish import OnExisting
@@ -69,6 +70,10 @@ class Staging:
         self._layout = layout
         self._begun = begun
         self._is_published = False
+
+    def open_files(self, meter: Meter) -> OpenFiles:  # noqa: ARG002 - nothing is held but what the caller has
+        """Return what this rank writes the staged files through."""
+        return OpenFiles(self.folder)
 
     @contextmanager
     def released(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shardferry.execute.meter import Buffers
     from shardferry.storage.base import Bytes
-    from shardferry.storage.writing import OpenFiles, WritableFile
+    from shardferry.storage.writing import Writable, WritableFiles
 
 
 class Source(Protocol):
@@ -47,7 +47,7 @@ class WriteSettings(NamedTuple):
 
 
 def execute_writes(
-    writes: Sequence[Write], sources: Mapping[str, Source], files: OpenFiles, settings: WriteSettings
+    writes: Sequence[Write], sources: Mapping[str, Source], files: WritableFiles, settings: WriteSettings
 ) -> None:
     """Write everything a plan names; what is written still has to be synced.
 
@@ -64,7 +64,7 @@ def execute_writes(
         _write(files.get(write.file), write, sources[write.name], settings)
 
 
-def _write(file: WritableFile, write: Write, source: Source, settings: WriteSettings) -> None:
+def _write(file: Writable, write: Write, source: Source, settings: WriteSettings) -> None:
     data = source.direct(write)
     if data is not None:
         _put(file, write, data, settings)
@@ -75,7 +75,7 @@ def _write(file: WritableFile, write: Write, source: Source, settings: WriteSett
         _put(file, piece, staged, settings)
 
 
-def _put(file: WritableFile, write: Write, data: Bytes, settings: WriteSettings) -> None:
+def _put(file: Writable, write: Write, data: Bytes, settings: WriteSettings) -> None:
     collapsed = write.collapsed
     if len(collapsed.sizes) == 1:
         done = 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -25,6 +26,7 @@ from shardferry.execute.meter import Buffers, Meter
 from shardferry.execute.publishing import Staging, stage
 from shardferry.execute.report import Progress, RankReport, SaveReport, rank_report_from_bytes
 from shardferry.execute.save import Source, WriteSettings, execute_writes
+from shardferry.execute.uploading import Uploading
 from shardferry.format.problem import listed
 from shardferry.format.writer import TensorSpec
 from shardferry.plan.catalogue import (
@@ -39,8 +41,11 @@ from shardferry.plan.exchange import needs_exchange, plan_rounds
 from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import CheckpointLayout, lay_out_checkpoint
 from shardferry.plan.save import plan_save
+from shardferry.plan.streams import plan_owners, plan_streams
 from shardferry.plan.target import region_of
-from shardferry.storage.writing import OpenFiles
+from shardferry.storage.location import is_remote, local_path
+from shardferry.storage.url import redact
+from shardferry.transport.solo import SoloMover
 from shardferry.transport.together import together
 from shardferry.units import MIB
 
@@ -61,6 +66,8 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 * MIB
 # A box of an exchange, which its owner writes with one call.
 BOX_BYTES = 8 * MIB
+# What an owner takes in a round of a save to an object store: two parts of an upload.
+ROUND_BYTES = 16 * MIB
 # What a round holds at most: a box, what is sent, what is received, and what a cast gathers beside it.
 BUFFERS_PER_BOX = 8
 DIGEST_BYTES = 8
@@ -141,7 +148,7 @@ class _Work(NamedTuple):
     group: Group
     adapter: SaveAdapter
     plan: _Plan
-    staging: Staging
+    staging: Staging | Uploading
     request: SaveRequest
     mine: RankReport
 
@@ -158,8 +165,7 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
     with mine.timed("check"):
         _check_replicas(group, adapter, model.catalogue, request)
     with mine.timed("stage"):
-        plan = _plan(group, model, request)
-        staging = stage(group, request.path, model.layout, request.on_existing, adapter.write_extras)
+        plan, staging = _stage(group, adapter, model, request)
     with staging.released():
         reports = _write(_Work(group, adapter, plan, staging, request, mine))
         with mine.timed("publish"):
@@ -168,12 +174,16 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
     reports = (*reports[: group.rank], mine, *reports[group.rank + 1 :])  # others' time to publish is not known here
     report = SaveReport(reports, files, staging.protocol, (*model.layout.warnings, *staging.remarks))
     if group.rank == 0:
-        logger.info("saved %s: %s bytes from %s ranks", request.path, report.total.bytes_written, group.world_size)
+        logger.info(
+            "saved %s: %s bytes from %s ranks", redact(request.path), report.total.bytes_written, group.world_size
+        )
     return report
 
 
 def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model:
-    said = json.dumps([os.path.abspath(request.path), _options(request)])  # noqa: PTH100 - links stay as they are
+    remote = is_remote(request.path)
+    where = redact(request.path) if remote else os.path.abspath(local_path(request.path))  # noqa: PTH100 - links stay
+    said = json.dumps([where, _options(request)])
 
     def tell() -> bytes:
         inventory = inventory_to_bytes(adapter.targets, group.rank).decode()
@@ -259,6 +269,26 @@ def _digest(content: Bytes) -> bytes:
     return blake2b(content.data, digest_size=DIGEST_BYTES).digest()
 
 
+def _stage(
+    group: Group, adapter: SaveAdapter, model: _Model, request: SaveRequest
+) -> tuple[_Plan, Staging | Uploading]:
+    """Plan what this rank writes, and make ready what it writes to. Collective."""
+    if not is_remote(request.path):
+        path = local_path(request.path)
+        return _plan(group, model, request), stage(group, path, model.layout, request.on_existing, adapter.write_extras)
+    owners = plan_owners(model.layout.files, group.world_size)
+    rounds = plan_streams(
+        model.catalogue,
+        model.layout.files,
+        model.dtypes,
+        owners=owners,
+        round_bytes=min(ROUND_BYTES, request.budget_bytes // BUFFERS_PER_BOX),
+    )
+    uploading = Uploading(group, request.path, model.layout, owners)
+    uploading.begin(request.on_existing, adapter.write_extras)
+    return _Plan((), Exchange(rounds, model.catalogue, model.dtypes, group.rank, group.world_size)), uploading
+
+
 def _plan(group: Group, model: _Model, request: SaveRequest) -> _Plan:
     exchanged = frozenset(
         name
@@ -276,6 +306,10 @@ def _plan(group: Group, model: _Model, request: SaveRequest) -> _Plan:
     return _Plan(writes, Exchange(rounds, model.catalogue, model.dtypes, group.rank, group.world_size))
 
 
+def _mover(work: _Work) -> AbstractContextManager[Mover]:
+    return work.adapter.mover(work.group.check) if work.group.world_size > 1 else nullcontext(SoloMover())
+
+
 def _write(work: _Work) -> tuple[RankReport, ...]:
     mine, request = work.mine, work.request
     meter = Meter(request.budget_bytes)
@@ -291,11 +325,11 @@ def _write(work: _Work) -> tuple[RankReport, ...]:
     def write() -> bytes:
         settings = WriteSettings(min(PIECE_BYTES, request.budget_bytes // 4), Buffers(meter), on_bytes)
         sources = {target.name: work.adapter.source(target.name) for target in work.adapter.targets}
-        with OpenFiles(work.staging.folder) as files:
+        with work.staging.open_files(meter) as files:
             with mine.timed("write"):
                 execute_writes(work.plan.writes, sources, files, settings)
             if work.plan.exchange.rounds:
-                with mine.timed("exchange"), work.adapter.mover(work.group.check) as mover:
+                with mine.timed("exchange"), _mover(work) as mover:
                     execute_exchange(work.plan.exchange, sources, files, settings, mover)
             with mine.timed("sync"):
                 files.sync()

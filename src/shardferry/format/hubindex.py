@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardferry.errors import CheckpointError
 from shardferry.format.impostor import impostor
 from shardferry.format.problem import Findings, Problem, listed, shown
+from shardferry.format.savenames import PUBLISHING, describe_marker
 from shardferry.format.strictjson import BadJsonError, Json, json_kind, parse_object
 from shardferry.units import MIB
 
@@ -64,6 +65,14 @@ def parse_hub_index(raw: bytes, name: str) -> tuple[HubIndex | None, list[Proble
         return None, findings.problems
     for _, keys in twins:
         findings.strict(f"duplicate keys in the index: {listed(keys, 50)}", "the last value of each counts")
+    if PUBLISHING in content and "weight_map" not in content:
+        begun = describe_marker(content[PUBLISHING])
+        findings.add(
+            "missing",
+            f"a save is putting its objects in place, or was interrupted while it did ({begun}). If none is running, "
+            'save to this path again with on_existing="replace"',
+        )
+        return None, findings.problems
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         what = json_kind(weight_map) if "weight_map" in content else "absent"

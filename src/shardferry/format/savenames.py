@@ -12,12 +12,15 @@ Inside the target, one journal:
     .shardferry-TOKEN.publishing       files are being put in place one by one: no checkpoint can be read now
     .shardferry-TOKEN.published        the checkpoint is complete; what it replaced is being cleared away
 
-All begin with a dot, so no reader takes them for a part of a checkpoint. Only names are known here, no file is opened.
+All begin with a dot, so no reader takes them for a part of a checkpoint. In an object store, where nothing can be
+renamed, the index itself says that a save is putting its objects in place: it then holds a marker and names no tensor.
+Only names and the marker are known here, no file is opened.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -30,6 +33,8 @@ SiblingKind = Literal["staging", "retired", "probe", "lock"]
 JournalKind = Literal["publishing", "published"]
 # How the staged files become the checkpoint; `docs/explanation/how-a-save-publishes.md` describes each.
 PublishProtocol = Literal["rename", "exchange", "swap", "files", "in place"]
+# The key of a marker, which an index of tensors does not have.
+PUBLISHING = "shardferry_publishing"
 
 # NAME_MAX is 255 bytes on every common filesystem; what is put around the label takes less than 60.
 _MAX_LABEL_BYTES = 180
@@ -79,6 +84,23 @@ def parse_journal(entry: str) -> SaveName | None:
     """
     match = _JOURNAL.fullmatch(entry)
     return SaveName(*match.groups()) if match else None
+
+
+def marker_bytes(token: str, host: str, started: str) -> bytes:
+    """Return what stands in the place of the index while a save puts its objects in place.
+
+    Examples:
+        >>> marker_bytes("1f2e", "gpu-7", "2026-01-31 12:00:00 UTC")
+        b'{"shardferry_publishing": {"token": "1f2e", "host": "gpu-7", "started": "2026-01-31 12:00:00 UTC"}}'
+    """
+    return json.dumps({PUBLISHING: {"token": token, "host": host, "started": started}}).encode()
+
+
+def describe_marker(said: object) -> str:
+    """Return who put a marker there and when, from the value of its key."""
+    if not isinstance(said, dict):
+        return "by an unknown host"
+    return shown(f"begun on host {said.get('host')} at {said.get('started')}")
 
 
 def is_save_name(entry: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from shardferry.errors import StorageError
 
@@ -57,6 +57,30 @@ def write_header(path: str, header: bytes) -> None:
             os.close(descriptor)
     except OSError as error:
         raise StorageError(f"writing the header of '{path}' failed: {error.strerror}") from error
+
+
+class Writable(Protocol):
+    """One file of a save, as those who write it see it."""
+
+    def write(self, data: Bytes, start: int, on_write: Callable[[int, int], None]) -> None:
+        """Write contiguous `data` at offset `start`."""
+        ...
+
+    def write_rows(self, data: Bytes, rows: Rows, on_write: Callable[[int, int], None]) -> None:
+        """Write `data`, of shape (number of rows, bytes of the columns), into the columns of consecutive rows."""
+        ...
+
+
+class WritableFiles(Protocol):
+    """The files of a save."""
+
+    def get(self, name: str) -> Writable:
+        """Return the file of this name."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until everything written is where it is safe."""
+        ...
 
 
 class WritableFile:

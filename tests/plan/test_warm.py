@@ -13,7 +13,7 @@ from shardferry.convert.ops import Stored, concatenate
 from shardferry.format.dtypes import tensor_bytes
 from shardferry.format.index import CheckpointIndex, FileInfo, TensorInfo
 from shardferry.geometry.region import box
-from shardferry.geometry.sharding import MeshLayout, Sharding, Split
+from shardferry.geometry.sharding import MeshLayout, Sharding, Split, region_at
 from shardferry.plan.catalogue import Held
 from shardferry.plan.load import Wanted
 from shardferry.plan.warm import (
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardferry.convert.ops import Expression
+    from shardferry.geometry.region import Region
 
 SEEK = 12 * MIB  # measured by others on a cross-region network mount; the table below is theirs
 NUM_RANKS = 4
@@ -141,6 +142,33 @@ def test_what_several_ranks_of_a_node_hold_is_counted_once() -> None:
     wanted = list(node_wants(index, job, {}, [0, 2]))
     assert [want.name for want in wanted] == ["w", "norm"]
     assert plan(index, wanted, 1)["model"].spans.tolist() == [[0, 64], [128, 144]]
+
+
+CUTS = st.lists(
+    st.builds(Split, st.integers(0, 2), st.integers(0, 2), st.integers(1, 3)), max_size=3, unique_by=lambda s: s.axis
+)
+
+
+@given(st.tuples(*[st.integers(1, 6)] * 3), CUTS, st.sets(st.integers(0, 11), min_size=1))
+def test_a_node_wants_each_element_that_any_of_its_ranks_holds(
+    shape: tuple[int, int, int], cuts: list[Split], ranks: set[int]
+) -> None:
+    layout = MeshLayout((2, 3, 2), tuple(range(12)), tuple(cuts))
+    expected = np.zeros(shape, bool)
+    for rank in ranks:
+        expected[region_mask(region_at(shape, layout, rank))] = True
+    index = index_of({"model": {"w": ("U8", shape)}})
+    wanted = list(node_wants(index, {"w": Held("U8", shape, layout, layout.ranks)}, {}, ranks))
+    spans = np.zeros(expected.size, bool)
+    files = plan_warm(index, wanted, identities={"model": 0}, seek_bytes=0)
+    for start, stop in files[0].spans.tolist() if files else ():
+        spans[start:stop] = True
+    assert sum(file.bytes_wanted for file in files) == expected.sum()
+    assert np.array_equal(spans.reshape(shape), expected)
+
+
+def region_mask(region: Region) -> tuple[np.ndarray, ...]:
+    return np.ix_(*([at for start, stop in dim for at in range(start, stop)] for dim in region.dims))
 
 
 def test_ranks_without_a_part_want_nothing() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from shardferry.convert.ops import Expression, Stored
+from shardferry.geometry.region import Region
 from shardferry.geometry.spans import merge_spans, union_spans
 from shardferry.plan.load import Copy, Wanted, plan_load
 from shardferry.plan.target import region_of
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardferry.format.index import CheckpointIndex
-    from shardferry.geometry.region import Region
+    from shardferry.geometry.region import Interval, Intervals
     from shardferry.geometry.spans import Collapsed
     from shardferry.plan.catalogue import Held
 
@@ -97,7 +98,7 @@ def reads_whole(num_bytes: int, num_spans: int, *, whole_bytes: int, seek_bytes:
 def node_wants(
     index: CheckpointIndex, job: Mapping[str, Held], sources: Mapping[str, Expression], ranks: Collection[int]
 ) -> Iterator[Wanted]:
-    """Yield what the ranks of a node hold of every tensor; what several of them hold alike, once.
+    """Yield what the ranks of a node together hold of every tensor, in few regions, which may overlap.
 
     Args:
         index: The checkpoint.
@@ -178,8 +179,21 @@ def share_of(files: Sequence[FileReads], num_shares: int, share: int) -> tuple[S
 
 
 def _regions(held: Held, ranks: Collection[int]) -> tuple[Region, ...]:
-    found = (region_of(held.layout, held.shape, rank) for rank in ranks if rank in held.ranks)
-    return tuple(dict.fromkeys(region for region in found if region is not None and region.num_elements))
+    """Return what any of the ranks hold, in as few regions as joining along one dim at a time gives."""
+    members = set(held.ranks).intersection(ranks)
+    found = (region_of(held.layout, held.shape, rank) for rank in sorted(members))
+    products = {region.dims for region in found if region is not None and region.num_elements}
+    for dim in range(len(held.shape)):
+        rest: dict[tuple[Intervals, ...], list[Interval]] = defaultdict(list)
+        for dims in sorted(products):
+            rest[*dims[:dim], *dims[dim + 1 :]].extend(dims[dim])
+        products = {(*others[:dim], _united(held_along), *others[dim:]) for others, held_along in rest.items()}
+    return tuple(Region(dims) for dims in sorted(products))
+
+
+def _united(intervals: Sequence[Interval]) -> Intervals:
+    merged = merge_spans(np.array(intervals, np.int64))
+    return tuple((start, stop) for start, stop in merged.tolist())
 
 
 def _copies(index: CheckpointIndex, wanted: Iterable[Wanted]) -> Iterator[Copy]:

@@ -122,14 +122,14 @@ class _Ahead:
 
     def read(self, turns: Sequence[tuple[Stream, int]]) -> Iterator[tuple[Stream, list[list[Piece]], Bytes]]:
         """Yield, for each round of a stream, what every rank of the group reads, and this rank's own bytes."""
-        reading = self._start(turns, 0)
+        ahead = self._start(turns, 0) if turns else None
         for at, (stream, _) in enumerate(turns):
-            pieces, data, done = reading
+            assert ahead is not None
+            pieces, data, done = ahead
             while not wait([done], POLL_S).done:
                 self._check()
             done.result()
-            if at + 1 < len(turns):
-                reading = self._start(turns, at + 1)
+            ahead = self._start(turns, at + 1) if at + 1 < len(turns) else None
             yield stream, pieces, data
 
     def _start(self, turns: Sequence[tuple[Stream, int]], at: int) -> tuple[list[list[Piece]], Bytes, Future[None]]:

@@ -1,0 +1,199 @@
+"""Reading for each other: over thread ranks, the same arrays as reading alone, and every byte from storage once."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from shardferry.convert.ops import Stored, concatenate, transpose
+from shardferry.errors import CheckpointChangedError, InvalidInputError, RankFailedError, ShardingError
+from shardferry.execute.reading import Sharing, check_plans, check_sharing
+from shardferry.geometry.region import Region, box, whole
+from shardferry.geometry.sharding import MeshLayout, Sharding, Split
+from shardferry.plan.match import Rules
+from shardferry.testing.groups import rank_outcomes, run_ranks
+from shardferry.units import MIB
+
+from .arrays import ArrayAdapter, load, request, save, target
+from .movers import Wires
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from shardferry.convert.ops import Expression
+    from shardferry.execute.report import LoadReport, Progress
+    from shardferry.transport.base import Group
+
+W = np.arange(12 * 10, dtype=np.float32).reshape(12, 10)
+ROWS = MeshLayout((4,), (0, 1, 2, 3), (Split(0, 0),))
+COLUMNS = MeshLayout((2,), (0, 1), (Split(0, 1),))
+NODES = (0, 0, 1, 1)
+
+
+def load_once(
+    path: Path,
+    make: Callable[[int], ArrayAdapter],
+    *,
+    count: int = 4,
+    exchange_bytes: int = MIB,
+    **changes: object,
+) -> list[LoadReport]:
+    """Load on thread ranks that read for each other; a small `exchange_bytes` makes many rounds."""
+    wires = Wires()
+
+    def run(group: Group) -> LoadReport:
+        sharing = Sharing("always", exchange_bytes, partial(wires.open, group.rank))
+        return load(group, make(group.rank), request(path, sharing=sharing, node_of_rank=NODES[:count], **changes))
+
+    return run_ranks(count, run)
+
+
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("exchange_bytes", [200, MIB])
+def test_rows_columns_and_copies_arrive_in_any_number_of_rounds(
+    tmp_path: Path, exchange_bytes: int, *, stage: bool
+) -> None:
+    path = save(tmp_path, rows=W, columns=W + 200, copies=W + 400, scalar=np.array(7, np.float32), odd=W[0, :7])
+    halves = Sharding((12, 10), (box((0, 0), (12, 5)), box((0, 5), (12, 5)), None, whole((12, 10))))
+
+    def make(rank: int) -> ArrayAdapter:
+        targets = [
+            target("rows", (12, 10), (3, 10), ROWS),
+            target("copies", (12, 10), (12, 10)),
+            target("scalar", (), ()),
+            target("odd", (7,), (7,)),
+        ]
+        if rank != 2:
+            targets.append(target("columns", (12, 10), (12, 10 if rank == 3 else 5), halves))
+        adapters[rank] = ArrayAdapter(targets, stage=stage)
+        return adapters[rank]
+
+    adapters: dict[int, ArrayAdapter] = {}
+    reports = load_once(path, make, exchange_bytes=exchange_bytes)
+    for rank, adapter in adapters.items():
+        assert np.array_equal(adapter.arrays["rows"], W[3 * rank : 3 * rank + 3])
+        assert np.array_equal(adapter.arrays["copies"], W + 400)
+        assert adapter.arrays["scalar"] == 7
+        assert np.array_equal(adapter.arrays["odd"], W[0, :7])
+    assert np.array_equal(adapters[0].arrays["columns"], W[:, :5] + 200)
+    assert np.array_equal(adapters[1].arrays["columns"], W[:, 5:] + 200)
+    assert np.array_equal(adapters[3].arrays["columns"], W + 200)
+    total = reports[0].total
+    assert total.bytes_sent == total.bytes_received > 0
+    assert total.bytes_wanted == sum(array.nbytes for adapter in adapters.values() for array in adapter.arrays.values())
+    if reports[0].strategy.startswith("read-once per job"):
+        assert total.bytes_read == 3 * W.nbytes + 4 + 28
+    assert "storage" in reports[0].strategy
+
+
+def test_transposes_and_parts_of_several_tensors_arrive(tmp_path: Path) -> None:
+    """Rank 0 turns a tensor of which rank 1 holds columns; both put another together from two."""
+    path = save(tmp_path, gate=W, up=W + 200)
+    fused = concatenate([Stored("gate", (12, 10)), Stored("up", (12, 10))], 0)
+    sources: dict[str, Expression] = {"fused": fused, "turned": transpose(Stored("gate", (12, 10)), (1, 0))}
+    adapters = {
+        rank: ArrayAdapter([target("fused", (24, 10), (24, 5), COLUMNS), target("turned", (10, 12), (10, 6), COLUMNS)])
+        for rank in range(2)
+    }
+    rules = Rules(sources, cast=True, ignorable=lambda _: False)
+    (report, _) = load_once(path, lambda rank: adapters[rank], count=2, rules=rules)
+    for rank, adapter in adapters.items():
+        assert np.array_equal(adapter.arrays["fused"], np.concatenate([W, W + 200])[:, 5 * rank : 5 * rank + 5])
+        assert np.array_equal(adapter.arrays["turned"], W.T[:, 6 * rank : 6 * rank + 6])
+    assert report.total.bytes_read == 2 * W.nbytes
+
+
+def test_a_strided_piece_of_one_rank_is_part_of_anothers_run(tmp_path: Path) -> None:
+    path = save(tmp_path, w=W)
+    strided = Region((((0, 2), (5, 6), (9, 12)), ((0, 3), (7, 9))))
+    layout = Sharding((12, 10), (strided, whole((12, 10))))
+    adapters = {
+        0: ArrayAdapter([target("w", (12, 10), (6, 5), layout)]),
+        1: ArrayAdapter([target("w", (12, 10), (12, 10), layout)]),
+    }
+    (report, _) = load_once(path, lambda rank: adapters[rank], count=2, exchange_bytes=300)
+    assert np.array_equal(adapters[0].arrays["w"], W[[0, 1, 5, 9, 10, 11]][:, [0, 1, 2, 7, 8]])
+    assert np.array_equal(adapters[1].arrays["w"], W)
+    assert report.total.bytes_read == W.nbytes
+
+
+def test_a_cast_happens_after_the_exchange(tmp_path: Path) -> None:
+    path = save(tmp_path, w=W)
+    adapters = {rank: ArrayAdapter([target("w", (12, 10), (12, 10), dtype="F16")]) for rank in range(2)}
+    load_once(path, lambda rank: adapters[rank], count=2)
+    assert all(np.array_equal(adapter.arrays["w"], W.astype(np.float16)) for adapter in adapters.values())
+
+
+def test_a_rank_without_tensors_takes_part(tmp_path: Path) -> None:
+    path = save(tmp_path, w=W)
+    halves = Sharding((12, 10), (whole((12, 10)), whole((12, 10)), None))
+    adapters = {rank: ArrayAdapter([target("w", (12, 10), (12, 10), halves)] if rank < 2 else []) for rank in range(3)}
+    reports = load_once(path, lambda rank: adapters[rank], count=3)
+    assert np.array_equal(adapters[1].arrays["w"], W)
+    assert (reports[2].ranks[2].bytes_read, reports[2].ranks[2].bytes_received) == (0, 0)
+
+
+def test_no_mover_is_opened_if_no_two_ranks_want_the_same(tmp_path: Path) -> None:
+    rows = np.zeros((4, 1 << 16), np.float32)
+    path = save(tmp_path, rows=rows)
+    wires = Wires()
+
+    def run(group: Group) -> LoadReport:
+        sharing = Sharing("always", MIB, partial(wires.open, group.rank))
+        adapter = ArrayAdapter([target("rows", rows.shape, (1, 1 << 16), ROWS)])
+        return load(group, adapter, request(path, sharing=sharing, node_of_rank=NODES))
+
+    report = run_ranks(4, run)[0]
+    assert (report.total.bytes_received, wires.num_opened) == (0, 0)
+
+
+def test_a_file_that_ends_early_for_one_reader_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """Each rank has its own copy; rank 1's loses its end after it was opened, when the first bytes have landed."""
+    copies = [save(tmp_path / str(rank), w=W, v=W + 1) for rank in range(2)]
+    wires = Wires()
+
+    def run(group: Group) -> LoadReport:
+        sharing = Sharing("always", 200, partial(wires.open, group.rank))
+        mine = copies[group.rank]
+
+        def cut_off(_: Progress) -> None:
+            if group.rank == 1:
+                with (mine / "model.safetensors").open("r+b") as file:
+                    file.truncate(400)
+
+        adapter = ArrayAdapter([target(name, (12, 10), (12, 10)) for name in ("w", "v")])
+        wanted = request(mine, sharing=sharing, node_of_rank=(0, 1), on_progress=cut_off)
+        return load(group, adapter, wanted)
+
+    first, second = rank_outcomes(2, run)
+    assert isinstance(second, CheckpointChangedError)
+    assert isinstance(first, RankFailedError)
+    assert first.rank == 1
+    assert str(second) in str(first)
+
+
+def rows_of(plans: Mapping[int, tuple[int, int, int]]) -> list[bytes]:
+    return [json.dumps([plans[rank]]).encode() for rank in sorted(plans)]
+
+
+def test_plans_that_differ_name_the_ranks() -> None:
+    same = dict.fromkeys(range(3), (7, 3, 1))
+    assert check_plans(rows_of(same))
+    with pytest.raises(ShardingError, match=r"ranks \[0, 1\] plan another exchange than ranks \[2\] of a group of 3"):
+        check_plans(rows_of(same | {2: (7, 3, 2)}))
+    with pytest.raises(ShardingError, match=r"only ranks \[0, 1\] plan of a group of 3"):
+        check_plans([*rows_of({0: (7, 3, 1), 1: (7, 3, 1)}), b"[]"])
+    assert not check_plans([b"[]", json.dumps([(7, 1, 1)]).encode()])
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    wires = Wires()
+    with pytest.raises(InvalidInputError, match="read_once is 'no'"):
+        check_sharing(Sharing("no", MIB, partial(wires.open, 0)))  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(InvalidInputError, match="exchange_bytes is 1; an exchange needs at least"):
+        check_sharing(Sharing("auto", 1, partial(wires.open, 0)))

@@ -460,7 +460,7 @@ def test_a_directory_whose_parent_is_not_ours_is_saved_to_with_nothing_beside_it
 
 
 def test_a_place_where_nothing_can_be_made_is_named(nobody: Path) -> None:
-    with pytest.raises(PermissionError, match=re.escape(f"{nobody}/.other.shardferry.lock")):
+    with pytest.raises(StorageError, match=re.escape(f"{nobody}/.other.shardferry.lock")):
         save(limited(), nobody / "other", NEW)
 
 

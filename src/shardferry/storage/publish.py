@@ -11,11 +11,11 @@ the disk, and only then is anything old removed.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardferry.errors import InvalidInputError
+from shardferry.errors import InvalidInputError, ShardferryError, StorageError
 from shardferry.format.problem import shown
 from shardferry.format.savenames import sibling_name
 from shardferry.storage.absorb import link_foreign
@@ -28,12 +28,23 @@ from shardferry.storage.switch import change_directories, clear_away, put_files
 from shardferry.storage.target import survey_target
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardferry.format.oldfiles import Naming
     from shardferry.format.savenames import PublishProtocol
     from shardferry.storage.renames import Filesystem
     from shardferry.storage.target import TargetState
+
+
+@contextmanager
+def naming_failures(target: str) -> Iterator[None]:
+    """Turn what the filesystem refuses into an error that says to where nothing could be saved."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ShardferryError):
+            raise
+        raise StorageError(f"cannot save to {shown(target)}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +77,13 @@ def claim_target(filesystem: Filesystem, path: str, naming: Naming, token: str, 
 
     Raises:
         InvalidInputError: If no checkpoint can be at `path`.
-        StorageError: If another save to it is running.
-        OSError: If the filesystem refuses something.
+        StorageError: If another save to it is running, or the filesystem refuses something.
     """
+    with naming_failures(path):
+        return _claim_target(filesystem, path, naming, token, forward=forward)
+
+
+def _claim_target(filesystem: Filesystem, path: str, naming: Naming, token: str, *, forward: bool) -> Claim:
     state = survey_target(path, naming)
     _make_parents(filesystem, state.home)
     name = os.path.basename(state.path)  # noqa: PTH119 - paths are strings here: they travel between ranks

@@ -58,6 +58,8 @@ def survey_target(path: str, naming: Naming) -> TargetState:
         InvalidInputError: If it is no directory, or links lead in a circle.
         StorageError: If it cannot be looked at.
     """
+    if not path or "\0" in path:
+        raise InvalidInputError(f"{path!r} is no path: say where the checkpoint is to be")
     resolved = os.path.realpath(path)
     try:
         exists = _is_folder(resolved)

@@ -35,9 +35,10 @@ part "import-linter" "$BIN/lint-imports" --no-logo
 [[ ${1:-} == lint ]] && finish
 
 pytest=("$BIN/python" -m pytest -q --hypothesis-profile=thorough)
-part "unit tests" "${pytest[@]}" -n 2 --ignore=tests/procs --ignore=tests/test_docs.py \
+part "unit tests" "${pytest[@]}" -n 2 --ignore=tests/procs --ignore=tests/jax --ignore=tests/procs_jax --ignore=tests/test_docs.py \
   --cov --cov-report=term
 part "docs snippets" "${pytest[@]}" tests/test_docs.py
 # These start processes of their own, as many as there are cores and more: one test at a time.
 part "process tests" "${pytest[@]}" tests/procs
+part "jax tests" "${pytest[@]}" tests/jax tests/procs_jax
 finish

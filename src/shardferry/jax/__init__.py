@@ -8,13 +8,14 @@ report = sf.save("/out", params)
 from __future__ import annotations
 
 from shardferry.execute.report import LoadReport, Progress, RankReport, SaveReport
-from shardferry.jax.leaves import Stacked
+from shardferry.jax.leaves import Names, Stacked
 from shardferry.jax.load import LoadOptions, load
 from shardferry.jax.save import SaveOptions, save
 
 __all__ = [
     "LoadOptions",
     "LoadReport",
+    "Names",
     "Progress",
     "RankReport",
     "SaveOptions",

@@ -73,7 +73,7 @@ def open_group(timeout_s: float) -> Group:
         timeout_s=timeout_s,
     )
     if group.rank == 0:
-        state.client.key_value_delete(last)  # all below it: whoever is here has left the last call
+        KeyValueRendezvous(state.client, last).delete("")  # all below it: whoever is here has left the last call
     return group
 
 

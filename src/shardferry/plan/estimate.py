@@ -23,6 +23,7 @@ from shardferry.plan.cost import EXACT_PIECE_BYTES, MAX_ROW_BYTES
 from shardferry.plan.describe import estimate_to_json, summary
 from shardferry.plan.patterns import shape_job
 from shardferry.plan.volumes import (
+    find_bridges,
     volume_independent,
     volume_once,
     volume_whole,
@@ -153,11 +154,12 @@ def choose_strategy(
     """
     shape = shape_job(job, index, world_size=len(nodes), seek_bytes=cost.seek_bytes)
     node_of = np.array(nodes, np.int64)
+    bridges = tuple(find_bridges(shape, max(1, cost.seek_bytes)))
     volumes = (
-        volume_independent(shape, node_of, cost.seek_bytes, has_page_cache=cost.has_page_cache),
+        volume_independent(shape, node_of, bridges if cost.seek_bytes else (), has_page_cache=cost.has_page_cache),
         volume_whole(shape, node_of, has_page_cache=cost.has_page_cache),
-        volume_once(shape, node_of, node_of, thin_bytes=thin_bytes(cost)),
-        volume_once(shape, node_of, np.zeros_like(node_of), thin_bytes=thin_bytes(cost)),
+        volume_once(shape, node_of, node_of, bridges, thin_bytes=thin_bytes(cost)),
+        volume_once(shape, node_of, np.zeros_like(node_of), bridges, thin_bytes=thin_bytes(cost)),
     )
     wanted, by_node = wanted_by_rank(shape), int(wanted_by_group(shape, node_of).sum())
     total = int(wanted_by_group(shape, np.zeros_like(node_of)).sum())

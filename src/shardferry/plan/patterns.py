@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shardferry.format.index import CheckpointIndex, TensorInfo
     from shardferry.geometry.region import Intervals
     from shardferry.plan.catalogue import Held
-    from shardferry.plan.target import Layout
 
     Ints = NDArray[np.int64]
 
@@ -136,13 +135,17 @@ def shape_job(job: Mapping[str, Held], index: CheckpointIndex, *, world_size: in
     file_number = {file: at for at, file in enumerate(index.files)}
     patterns: list[Pattern] = []
     rows: list[tuple[int, int, int, int]] = []
+    known: dict[tuple[object, ...], Parts] = {}
     for names in _alike(job, index):
         info = index.tensors[names[0]]
         stored = [row for name in names for row in _stored(index.tensors[name], len(patterns), file_number)]
         rows += stored
         files = np.unique(np.array([row[0] for row in stored], np.int64))
-        parts = _parts_of(names[0], info, job[names[0]], world_size, seek_bytes)
-        patterns.append(Pattern(len(names), info.num_bytes, files, *parts))
+        regions, part_of_rank = _regions_of(info.shape, job[names[0]], world_size)
+        key = (info.dtype, info.shape, *regions)  # groups of other ranks cut alike
+        if key not in known:
+            known[key] = _parts_of(names[0], info, regions, seek_bytes)
+        patterns.append(Pattern(len(names), info.num_bytes, files, part_of_rank, known[key]))
     table = np.array(sorted(rows), np.int64).reshape(-1, 4)
     data = np.array([info.size - info.header_bytes for info in index.files.values()], np.int64)
     return JobShape(tuple(patterns), table[:, 3], table[:, 0], table[:, 1:3], data, world_size)
@@ -150,17 +153,14 @@ def shape_job(job: Mapping[str, Held], index: CheckpointIndex, *, world_size: in
 
 def _alike(job: Mapping[str, Held], index: CheckpointIndex) -> list[list[str]]:
     """Return the names of the tensors of each pattern, in the index's order, so that the job's does not matter."""
-    layouts: dict[Layout | None, int] = {}
-    number_of: dict[int, int] = {}  # by identity first: hashing a layout takes as long as its list of ranks
     ranks = _RankLists()
     groups: dict[tuple[str, tuple[int, ...], int, int], list[str]] = {}
     for name, info in index.tensors.items():
         held = job.get(name)
         if held is None:
             continue
-        if id(held.layout) not in number_of:
-            number_of[id(held.layout)] = layouts.setdefault(held.layout, len(layouts))
-        key = (info.dtype, info.shape, number_of[id(held.layout)], ranks.number(held.ranks))
+        # By identity: to hash a layout takes as long as its list of ranks, and who makes a job makes each layout once.
+        key = (info.dtype, info.shape, id(held.layout), ranks.number(held.ranks))
         groups.setdefault(key, []).append(name)
     return list(groups.values())
 
@@ -187,14 +187,12 @@ def _stored(info: TensorInfo, pattern: int, file_number: Mapping[str, int]) -> l
     return [(file_number[part.file], *part.span, pattern) for part in info.parts or (info,)]
 
 
-def _parts_of(name: str, info: TensorInfo, held: Held, world_size: int, seek_bytes: int) -> tuple[Ints, Parts]:
-    regions, part_of_rank = _regions_of(info.shape, held, world_size)
+def _parts_of(name: str, info: TensorInfo, regions: Sequence[Region], seek_bytes: int) -> Parts:
     try:
-        parts = measure_parts([(region,) for region in regions], info.shape, BITS[info.dtype], seek_bytes)
+        return measure_parts([(region,) for region in regions], info.shape, BITS[info.dtype], seek_bytes)
     except InvalidInputError as error:
         message = f"{name}: {error}"
         raise ShardingError(message) from error
-    return part_of_rank, parts
 
 
 def _regions_of(shape: tuple[int, ...], held: Held, world_size: int) -> tuple[list[Region], Ints]:

@@ -13,7 +13,7 @@ import numpy as np
 from shardferry.plan.patterns import Atoms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -40,6 +40,28 @@ class Volume(NamedTuple):
     received_local: Ints
 
 
+class Bridge(NamedTuple):
+    """Holes between neighbours in a file that ranks read along.
+
+    Attributes:
+        num: How many there are of this kind.
+        ranks: Ranks that do it.
+        holes: Shape (num_ranks,): bytes of the hole for each.
+        before: Shape (num_ranks,): bytes of it in the first tensor.
+        after: Shape (num_ranks,): bytes of it in the second.
+        kinds: Shape (num_ranks,): equal where ranks hold the same parts of both.
+        part_of_rank: Shape (world_size,): the part each rank holds of the first tensor.
+    """
+
+    num: int
+    ranks: Ints
+    holes: Ints
+    before: Ints
+    after: Ints
+    kinds: Ints
+    part_of_rank: Ints
+
+
 def wanted_by_rank(shape: JobShape) -> Ints:
     """Return the bytes each rank wants, of shape (world_size,)."""
     wanted = np.zeros(shape.world_size, np.int64)
@@ -57,13 +79,34 @@ def wanted_by_group(shape: JobShape, group_of: Ints) -> Ints:
     return wanted
 
 
-def volume_independent(shape: JobShape, node_of: Ints, seek_bytes: int, *, has_page_cache: bool) -> Volume:
+def find_bridges(shape: JobShape, seek_bytes: int) -> Iterator[Bridge]:
+    """Yield the holes of fewer than `seek_bytes` between one tensor and the next one of ranks.
+
+    Ranks that hold parts of the same tensors have the same neighbours, so they are looked at together.
+    """
+    patterns = shape.patterns
+    sizes = np.array([pattern.num_bytes for pattern in patterns], np.int64)
+    whole = np.flatnonzero(shape.spans[:, 1] - shape.spans[:, 0] == sizes[shape.pattern_of])  # not boxes of a tensor
+    held = np.array([pattern.part_of_rank >= 0 for pattern in patterns], np.bool_).reshape(-1, shape.world_size)
+    _, first, group_of = np.unique(np.packbits(held, axis=0), axis=1, return_index=True, return_inverse=True)
+    for group, rank in enumerate(first):
+        ranks = np.flatnonzero(group_of.reshape(-1) == group)
+        mine = whole[held[:, rank][shape.pattern_of[whole]]]
+        a, b = mine[:-1], mine[1:]
+        gaps = shape.spans[b, 0] - shape.spans[a, 1]
+        near = (shape.file_of[a] == shape.file_of[b]) & (gaps >= 0) & (gaps < seek_bytes)
+        keys = np.stack([shape.pattern_of[a], shape.pattern_of[b], gaps])[:, near]
+        for (left, right, gap), count in zip(*_distinct(keys), strict=True):
+            yield from _bridge(patterns[left], patterns[right], int(gap), ranks, seek_bytes, int(count))
+
+
+def volume_independent(shape: JobShape, node_of: Ints, bridges: Iterable[Bridge], *, has_page_cache: bool) -> Volume:
     """Return what it takes when every rank reads its own bytes, and holes that are cheaper than a seek.
 
     Args:
         shape: The job.
         node_of: Node of every rank.
-        seek_bytes: What one more request costs, in bytes.
+        bridges: Holes that are read along.
         has_page_cache: Whether ranks of a node that read the same bytes fetch them once.
     """
     num_nodes = _count(node_of)
@@ -76,7 +119,7 @@ def volume_independent(shape: JobShape, node_of: Ints, seek_bytes: int, *, has_p
         rank_requests += count * _by_rank(parts.cover_runs, cover_of_rank)
         node_bytes += count * _union(parts.covers, cover_of_rank, node_of, num_nodes)
         node_requests += count * _union(Atoms(parts.cover_runs, None), cover_of_rank, node_of, num_nodes)
-    for bridge in _bridges(shape, seek_bytes):
+    for bridge in bridges:
         nodes = node_of[bridge.ranks]
         rank_bytes[bridge.ranks] += bridge.num * bridge.holes
         rank_requests[bridge.ranks] -= bridge.num
@@ -108,7 +151,9 @@ def volume_whole(shape: JobShape, node_of: Ints, *, has_page_cache: bool) -> Vol
     return Volume(node_bytes, node_requests, rank_bytes, np.zeros(num_nodes, np.int64), nothing)
 
 
-def volume_once(shape: JobShape, node_of: Ints, domain_of: Ints, *, thin_bytes: int) -> Volume:
+def volume_once(
+    shape: JobShape, node_of: Ints, domain_of: Ints, bridges: Iterable[Bridge], *, thin_bytes: int
+) -> Volume:
     """Return what it takes when each byte is read by one rank of a domain, and sent to the others that want it.
 
     What the same ranks want is read in equal shares by them; where runs are thin, by all that want anything of the
@@ -118,6 +163,7 @@ def volume_once(shape: JobShape, node_of: Ints, domain_of: Ints, *, thin_bytes: 
         shape: The job.
         node_of: Node of every rank.
         domain_of: Domain of every rank: its node, or 0 for the whole job.
+        bridges: Neighbours in a file; those without a hole between them are one run.
         thin_bytes: Runs of fewer bytes on average are thin.
     """
     num_nodes = _count(node_of)
@@ -132,8 +178,10 @@ def volume_once(shape: JobShape, node_of: Ints, domain_of: Ints, *, thin_bytes: 
             requests += share.runs * each
             remote += share.wanted * each * (num_here - num_near)
             local += share.wanted * each * np.maximum(num_near - 1, 0)
-    for bridge in _bridges(shape, seek_bytes=1):  # no hole: the same run goes on
-        requests[bridge.ranks] -= bridge.num / _num_alike(bridge.part_of_rank, domain_of)[bridge.ranks]
+    for bridge in bridges:
+        touching = bridge.ranks[bridge.holes == 0]
+        if len(touching):
+            requests[touching] -= bridge.num / _num_alike(bridge.part_of_rank, domain_of)[touching]
     rank_bytes = _rounded(reads, domain_of)
     return Volume(
         node_bytes=_by_group(rank_bytes, node_of, num_nodes),
@@ -197,58 +245,15 @@ def _runs_of_rows(pattern: Pattern, union: Ints, domain_of: Ints) -> Ints:
     return np.where(_by_group(num_bytes[rows], domains, num_domains) == union, found, 0)
 
 
-class _Bridge(NamedTuple):
-    """Holes between neighbours in a file that ranks read along.
-
-    Attributes:
-        num: How many there are of this kind.
-        ranks: Ranks that do it.
-        holes: Shape (num_ranks,): bytes of the hole for each.
-        before: Shape (num_ranks,): bytes of it in the first tensor.
-        after: Shape (num_ranks,): bytes of it in the second.
-        kinds: Shape (num_ranks,): equal where ranks hold the same parts of both.
-        part_of_rank: Shape (world_size,): the part each rank holds of the first tensor.
-    """
-
-    num: int
-    ranks: Ints
-    holes: Ints
-    before: Ints
-    after: Ints
-    kinds: Ints
-    part_of_rank: Ints
-
-
-def _bridges(shape: JobShape, seek_bytes: int) -> Iterator[_Bridge]:
-    """Yield what ranks read between one tensor and the next one of theirs, where it is cheaper than a seek.
-
-    Ranks that hold parts of the same tensors have the same neighbours, so they are looked at together.
-    """
-    patterns = shape.patterns
-    sizes = np.array([pattern.num_bytes for pattern in patterns], np.int64)
-    whole = np.flatnonzero(shape.spans[:, 1] - shape.spans[:, 0] == sizes[shape.pattern_of])  # not boxes of a tensor
-    held = np.array([pattern.part_of_rank >= 0 for pattern in patterns], np.bool_).reshape(-1, shape.world_size)
-    _, first, group_of = np.unique(np.packbits(held, axis=0), axis=1, return_index=True, return_inverse=True)
-    for group, rank in enumerate(first):
-        ranks = np.flatnonzero(group_of.reshape(-1) == group)
-        mine = whole[held[:, rank][shape.pattern_of[whole]]]
-        a, b = mine[:-1], mine[1:]
-        gaps = shape.spans[b, 0] - shape.spans[a, 1]
-        near = (shape.file_of[a] == shape.file_of[b]) & (gaps >= 0) & (gaps < seek_bytes)
-        keys = np.stack([shape.pattern_of[a], shape.pattern_of[b], gaps])[:, near]
-        for (left, right, gap), count in zip(*_distinct(keys), strict=True):
-            yield from _bridge(patterns[left], patterns[right], int(gap), ranks, seek_bytes, int(count))
-
-
 def _bridge(  # noqa: PLR0917 - one caller
     left: Pattern, right: Pattern, gap: int, ranks: Ints, seek_bytes: int, num: int
-) -> Iterator[_Bridge]:
+) -> Iterator[Bridge]:
     a, b = left.part_of_rank[ranks], right.part_of_rank[ranks]
     before, after = left.num_bytes - left.parts.last[a], right.parts.first[b]
     holes = before + gap + after
     bridged = (holes < seek_bytes) & left.parts.is_one_span[a] & right.parts.is_one_span[b]
     if bridged.any():
-        yield _Bridge(
+        yield Bridge(
             num=num,
             ranks=ranks[bridged],
             holes=holes[bridged],
@@ -259,7 +264,7 @@ def _bridge(  # noqa: PLR0917 - one caller
         )
 
 
-def _node_hole(bridge: _Bridge, nodes: Ints, num_nodes: int) -> Ints:
+def _node_hole(bridge: Bridge, nodes: Ints, num_nodes: int) -> Ints:
     """Return the bytes of a hole that none of a node's ranks wants: what lies between the innermost of their parts."""
     before, after = (np.full(num_nodes, np.iinfo(np.int64).max) for _ in range(2))
     np.minimum.at(before, nodes, bridge.before)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from shardferry.execute.report import LoadReport, Progress, RankReport, SaveReport
 from shardferry.jax.leaves import Names, Stacked
 from shardferry.jax.load import LoadOptions, load
+from shardferry.jax.plan import WarmOptions, plan_load, warm
 from shardferry.jax.save import SaveOptions, save
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "SaveOptions",
     "SaveReport",
     "Stacked",
+    "WarmOptions",
     "load",
+    "plan_load",
     "save",
+    "warm",
 ]

@@ -43,7 +43,7 @@ class Bucket:
         data: bytes = self._s3.get_object(Bucket=self.name, Key=key)["Body"].read()
         return data
 
-    def keys(self) -> list[str]:
+    def objects(self) -> list[str]:
         return sorted(each["Key"] for each in self._s3.list_objects_v2(Bucket=self.name).get("Contents", []))
 
     def uploads(self) -> list[str]:

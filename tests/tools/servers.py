@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 START_S = 30.0
+SEND_BYTES = 256 << 10
 HOW_TO_GET_NGINX = "nginx is not installed: apt-get install nginx-light"
 
 NGINX = """daemon off; master_process off; pid {home}/pid; error_log {home}/error warn;
@@ -116,8 +117,8 @@ class Fault:
     Attributes:
         kind: `status` (the answer has only `code`), `lost` (the request is carried out, the answer is `code`), `reset`
             and `truncate` (the connection breaks in the middle of the body, by RST or a clean close), `length` (another
-            size of the object is told), `etag` (another ETag), `drip` (one byte, then silence), `whole` (the range
-            asked for is ignored).
+            size of the object is told), `etag` (another ETag), `drip` (one byte, then silence), `stall` (no
+            answer), `whole` and `unconditional` (the range, or the condition, is ignored).
         every: Which of the requests that match: every n-th, the n-th first.
         first: How many are spared before counting begins.
         times: How often at most.
@@ -145,6 +146,8 @@ class Proxy:
         fault: What goes wrong now; None if nothing does.
         log: "METHOD path range" of every request.
         sent: Bytes of bodies that have been sent to clients.
+        latency_s: Before each answer.
+        rate: Bytes per second of all answers together; 0 is no limit.
     """
 
     upstream: str
@@ -154,6 +157,17 @@ class Proxy:
     sent: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     closing: threading.Event = field(default_factory=threading.Event)
+    latency_s: float = 0.0
+    rate: float = 0.0
+    free_at: float = 0.0
+
+    def wait(self, num_bytes: int) -> None:
+        """Wait until so many bytes may pass, at `rate` bytes per second over all connections; 0 is no limit."""
+        if self.rate:
+            with self.lock:
+                self.free_at = max(self.free_at, time.monotonic()) + num_bytes / self.rate
+                left = self.free_at - time.monotonic()
+            time.sleep(max(0.0, left))
 
     def reset(self) -> None:
         """Forget what has passed, and let everything pass."""
@@ -221,8 +235,16 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "status":
             self.reply(fault.code, {}, b"")
             return
+        if fault is not None and fault.kind == "stall":
+            self.proxy.closing.wait(60)
+            self.close_connection = True
+            return
         if fault is not None and fault.kind == "whole":
             del self.headers["Range"]
+            fault = None
+        if fault is not None and fault.kind == "unconditional":
+            for name in ("If-Match", "If-None-Match"):
+                del self.headers[name]
             fault = None
         answer, headers, content = self.ask(body)
         if fault is not None and fault.kind == "lost":
@@ -274,7 +296,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             with self.proxy.lock:
                 self.proxy.sent += len(content)
-            self.wfile.write(content)
+            time.sleep(self.proxy.latency_s)
+            for at in range(0, len(content), SEND_BYTES):
+                self.proxy.wait(len(content[at : at + SEND_BYTES]))
+                self.wfile.write(content[at : at + SEND_BYTES])
 
     def head(self, status: int, headers: dict[str, str], length: int) -> None:
         self.send_response_only(status)

@@ -22,10 +22,12 @@ from shardferry.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from shardferry.execute.report import SaveReport
     from shardferry.storage.base import Bytes
     from shardferry.transport.base import Group
+    from shardferry.transport.bulk import Mover
 
 DTYPES = ("F16", "BF16", "F32", "F64")
 BUDGET_BYTES = 256 * MIB
@@ -68,7 +70,12 @@ def repack(  # noqa: PLR0913 - the options of the command line
     names = rename(list(index.tensors), [_rule(text) for text in renames])
     with _group() as group, progress_bar("repack") as on_progress:
         adapter = RepackAdapter(
-            index, names, rank=group.rank, world_size=group.world_size, cast=_cast() if dtype else None
+            index,
+            names,
+            rank=group.rank,
+            world_size=group.world_size,
+            cast=_cast() if dtype else None,
+            open_mover=_open_mover,
         )
         request = SaveRequest(
             path=os.fspath(target),
@@ -104,6 +111,12 @@ def _cast() -> Callable[[Bytes, str, Bytes, str], None]:
     from shardferry.torch.casting import cast_bytes
 
     return cast_bytes
+
+
+def _open_mover(check: Callable[[], None]) -> AbstractContextManager[Mover]:
+    from shardferry.torch.mover import open_mover
+
+    return open_mover(check)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ they are about to be written; nothing is ever held but the buffers of the budget
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,8 @@ from shardferry.plan.target import Target
 from shardferry.storage.location import locate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from shardferry.format.index import CheckpointIndex
@@ -46,6 +47,7 @@ class RepackAdapter:
         rank: int,
         world_size: int,
         cast: Callable[[Bytes, str, Bytes, str], None] | None,
+        open_mover: Callable[[Callable[[], None]], AbstractContextManager[Mover]],
     ) -> None:
         """Offer the checkpoint's tensors under new names.
 
@@ -55,10 +57,12 @@ class RepackAdapter:
             rank: This rank.
             world_size: Ranks that share the work.
             cast: Casts floats; None if nothing is to be cast.
+            open_mover: Makes what moves bytes between several ranks, for a target whose files have one writer each.
         """
         self._index = index
         self._names = names
         self._cast = cast
+        self._open_mover = open_mover
         self.targets = [target for new, old in names.items() for target in _targets(index, new, old, rank, world_size)]
 
     def source(self, name: str) -> CheckpointSource:
@@ -69,11 +73,9 @@ class RepackAdapter:
         """Never called: every part is on one rank, or the same bytes of the same file."""
         raise NotImplementedError(name)
 
-    @contextmanager
-    def mover(self, check: Callable[[], None]) -> Iterator[Mover]:
-        """Never called: runs of rows are long."""
-        raise NotImplementedError(check)
-        yield
+    def mover(self, check: Callable[[], None]) -> AbstractContextManager[Mover]:
+        """Return what moves bytes between the ranks. Collective."""
+        return self._open_mover(check)
 
     def write_extras(self, folder: Path) -> None:
         """Copy the small files that belong to a model beside its weights: configuration, tokenizer, code."""

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from shardferry.errors import ShardferryError, StorageError
+from shardferry.errors import ShardferryError
 from shardferry.execute.extras import Extras
 from shardferry.execute.publishing import NAMING, STOPPED_WITHIN_S, TOKEN_BYTES
 from shardferry.format.savenames import marker_bytes
 from shardferry.plan.publish import check_existing
 from shardferry.storage.objecttarget import ObjectState, ObjectTarget, check_marker
-from shardferry.storage.upload import MAX_PARALLEL, PART_BYTES, Upload
+from shardferry.storage.upload import MAX_PARALLEL, Upload, part_bytes_of
 from shardferry.transport.together import together
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Of the budget, what parts under way may take; the rest is for the exchange.
 PARTS_SHARE = 2
+# Parts that are held but not under way: one that is filled, one that waits, one that is about to go.
+PARTS_BESIDE = 3
 
 
 class _Begun(NamedTuple):
@@ -61,7 +63,7 @@ class Uploads:
         self._files = files
         self._check = check
         self._count = meter.add
-        self._parallel = max(1, min(MAX_PARALLEL, meter.budget_bytes // PARTS_SHARE // PART_BYTES - 2))
+        self._room = meter.budget_bytes // PARTS_SHARE
         self.begun: dict[str, Upload] = {}
 
     def get(self, name: str) -> _StreamedFile:
@@ -73,7 +75,7 @@ class Uploads:
                 name,
                 f"{self._target.root}/{name}",
                 size=file.size,
-                parallel=self._parallel,
+                parallel=max(1, min(MAX_PARALLEL, self._room // part_bytes_of(file.size) - PARTS_BESIDE)),
                 count=self._count,
             )
             self.begun[name].write(np.frombuffer(file.header, np.uint8), self._check)
@@ -194,12 +196,12 @@ class Uploading:
     def _complete(self) -> bytes:
         assert self._uploads is not None
         for name, upload in self._uploads.begun.items():
-            self._completed.append(name)
             try:
                 upload.complete()
-            except StorageError:  # the answer may be what was lost, not the object
+            except ShardferryError:  # the answer may be what was lost, not the object
                 if not self._target.holds(name, upload.size, self._etags.get(name, "")):
                     raise
+            self._completed.append(name)
             self._group.check()
         return b""
 

@@ -7,6 +7,7 @@ part has memory of its own, which is free again when the part has arrived. Givin
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from queue import Full, Queue
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardferry.errors import StorageError
-from shardferry.storage.client import failures, translate
+from shardferry.storage.client import failures, status_of, translate
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 MIN_PART_BYTES = 5 * MIB
 MAX_PARTS = 10_000
-# Preferred: large enough that requests cost little, small enough that several are under way within the budget.
+# At least, but for small objects: large enough that requests cost little, small enough for several within the budget.
 PART_BYTES = 8 * MIB
 # Parts under way at most; more gained nothing against a local server, and it is what obstore does.
 MAX_PARALLEL = 12
 POLL_S = 0.05
+# An upload that could not be begun is begun again, which obstore does not do if the answer broke off.
+BEGINNINGS, PAUSE_S = 4, 0.5
 
 
 class _AbandonedError(Exception):
@@ -42,11 +45,13 @@ class _AbandonedError(Exception):
 def part_bytes_of(size: int) -> int:
     """Return how large the parts of an object are.
 
+    Equal parts, but for a last one of few bytes: that is sent only when the object is completed, and is held till then.
+
     Examples:
-        >>> part_bytes_of(1000), part_bytes_of(200 << 30) > PART_BYTES
-        (8388608, True)
+        >>> part_bytes_of(1000), part_bytes_of(3 * PART_BYTES + 5) - PART_BYTES
+        (1000, 1)
     """
-    return max(PART_BYTES, -(-size // MAX_PARTS // MIB) * MIB + MIB if size > MAX_PARTS * PART_BYTES else 0)
+    return max(1, size // max(1, min(size // PART_BYTES, MAX_PARTS - 1)))
 
 
 class Upload:
@@ -74,6 +79,7 @@ class Upload:
         self._filled = self._written = self._held = 0
         self._lock = threading.Lock()
         self._error: Exception | None = None
+        self._has_begun = False
         self._thread = threading.Thread(target=self._send, name=f"upload {name}", daemon=True)
         self._thread.start()
 
@@ -151,10 +157,11 @@ class Upload:
                 return
 
     def _raise_if_failed(self) -> None:
+        if self._thread.is_alive():
+            return
         if self._error is not None:
             raise translate(self._error, self.where) from None
-        if not self._thread.is_alive():
-            raise StorageError(f"{self.where}: the upload ended early")
+        raise StorageError(f"{self.where}: the upload ended early")
 
     def _end(self, last: Exception | None) -> None:
         while self._thread.is_alive():
@@ -169,23 +176,31 @@ class Upload:
     def _send(self) -> None:
         from obstore import put  # noqa: PLC0415 - an extra
 
-        try:
-            put(
-                self._client,
-                self._name,
-                self._parts(),  # type: ignore[arg-type] # obstore takes NumPy arrays as what they are, buffers
-                use_multipart=True,
-                chunk_size=self._part_bytes,
-                max_concurrency=self._parallel,
-            )
-        except _AbandonedError:
-            pass
-        except failures() as error:
-            self._error = error
+        for _ in range(BEGINNINGS):
+            try:
+                put(
+                    self._client,
+                    self._name,
+                    self._parts(),  # type: ignore[arg-type] # obstore takes NumPy arrays as what they are, buffers
+                    use_multipart=True,
+                    chunk_size=self._part_bytes,
+                    max_concurrency=self._parallel,
+                )
+            except _AbandonedError:
+                return
+            except failures() as error:
+                self._error = error
+                if self._has_begun or status_of(error) is not None:
+                    return
+                time.sleep(PAUSE_S)
+            else:
+                self._error = None
+                return
 
     def _parts(self) -> Iterator[Bytes]:
         while True:
             part = self._queue.get()
+            self._has_begun = True
             if part is None:
                 return
             if isinstance(part, Exception):

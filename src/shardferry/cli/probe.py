@@ -10,7 +10,9 @@ import click
 from shardferry.execute.probing import keep, probe_storage
 from shardferry.execute.topology import read_threads
 from shardferry.plan.costmodel import cost_model_to_json
+from shardferry.storage.location import is_remote
 from shardferry.storage.probe import MAX_STREAMS
+from shardferry.storage.url import redact
 from shardferry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path")
 @click.option(
     "--ranks-per-node",
     type=click.IntRange(1),
@@ -36,14 +38,16 @@ if TYPE_CHECKING:
 def probe(path: str, *, ranks_per_node: int, streams: int | None, no_keep: bool, as_json: bool) -> None:
     """Measure what a request and a byte of the storage at PATH cost, in less than 2 s and 200 MB.
 
-    PATH is a file, or a folder whose largest files are read. Only what is not in the page cache is read, and nothing is
-    evicted from it. Where nothing can be measured, or the reads fit no model, the preset of the filesystem's type is
-    shown, and why. What was measured is kept for later loads from the mount, below $XDG_CACHE_HOME/shardferry.
+    PATH is a file, a folder whose largest files are read, or the URL of a checkpoint. Of files only what is not in the
+    page cache is read, and nothing is evicted from it. Where nothing can be measured, or the reads fit no model, the
+    preset of the filesystem's type is shown, and why. What was measured is kept for later loads from the mount, below
+    $XDG_CACHE_HOME/shardferry.
 
     The JSON object has the keys path, mount, streams, samples, fit, read_bytes, seconds, why_preset (empty if
     measured), kept (the file), and cost_model, and is itself a file for --cost.
     """
-    threads = ranks_per_node * read_threads([0] * ranks_per_node, 0, is_local=True)
+    is_local = not is_remote(path)
+    threads = ranks_per_node * read_threads([0] * ranks_per_node, 0, is_local=is_local)
     result = probe_storage(path, streams=streams or min(threads, MAX_STREAMS))
     kept, trouble = (None, "") if no_keep else _kept(result)
     if as_json:
@@ -67,7 +71,7 @@ def _kept(result: ProbeResult) -> tuple[Path | None, str]:
 def _object(path: str, result: ProbeResult, kept: Path | None) -> dict[str, object]:
     fit = result.fit
     return {
-        "path": path,
+        "path": redact(path),
         "mount": result.mount._asdict(),
         "streams": result.streams,
         "samples": [sample._asdict() for sample in result.measurement.samples],
@@ -83,7 +87,7 @@ def _object(path: str, result: ProbeResult, kept: Path | None) -> dict[str, obje
 
 
 def _lines(path: str, result: ProbeResult) -> Iterator[str]:
-    yield f"{path}: {result.mount.type} at {result.mount.point or 'an unknown place'}"
+    yield f"{redact(path)}: {result.mount.type} at {result.mount.point or result.mount.source or 'an unknown place'}"
     for sample in result.measurement.samples:
         size, stride = format_bytes(sample.span_bytes), format_bytes(sample.stride_bytes)
         rate = format_bytes(round(sample.span_bytes / sample.seconds))

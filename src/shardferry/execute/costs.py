@@ -17,32 +17,37 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from shardferry.errors import InvalidInputError, StorageError
 from shardferry.plan.costmodel import PRESETS, cost_model_from_json, cost_model_to_json
-from shardferry.storage.filesystem import mount_of
+from shardferry.storage.filesystem import Mount, mount_of
 from shardferry.storage.location import locate
 
 if TYPE_CHECKING:
     from shardferry.plan.costmodel import CostModel
-    from shardferry.storage.filesystem import Mount
+    from shardferry.storage.location import Location
 
 # A cost model has some hundred bytes; more is something else.
 MAX_FILE_BYTES = 64 << 10
 # Storage changes: a guess.
 MAX_AGE_S = 90 * 24 * 3600
+# Ends the type of what is no mount, but read by a URL: no filesystem's type has it.
+_REMOTE = "://"
 
 
 def cost_model_for(path: str | os.PathLike[str]) -> CostModel:
     """Return what the storage below a path costs; `source` says where the numbers are from.
 
     Args:
-        path: A file or folder of this machine.
+        path: A file or folder, or a URL.
 
     Raises:
+        InvalidInputError: If it is a URL of an unknown scheme.
         StorageError: If there is nothing at the path, or it cannot be looked at.
     """
-    mount = mount_below(path)
+    where = locate(path)
+    mount = mount_of_location(where)
     preset = preset_of(mount)
     file = _cache_file(mount)
     try:
@@ -65,8 +70,7 @@ def storage_cost(root: str) -> CostModel:
     Raises:
         StorageError: If it is a path and cannot be looked at.
     """
-    where = locate(root)
-    return cost_model_for(where.root) if where.is_local else PRESETS[where.kind]
+    return cost_model_for(root)
 
 
 def named_cost_model(name: str) -> CostModel:
@@ -140,8 +144,22 @@ def mount_below(path: str | os.PathLike[str]) -> Mount:
         os.close(descriptor)
 
 
+def mount_of_location(where: Location) -> Mount:
+    """Return the mount a location lies on; for a URL one of the scheme's type, with the bucket or host as source.
+
+    Raises:
+        StorageError: If it is a path at which there is nothing, or that cannot be looked at.
+    """
+    if where.is_local:
+        return mount_below(Path(where.root) / (where.entry or ""))
+    parts = urlsplit(where.root)
+    return Mount(f"{parts.scheme}{_REMOTE}", parts.netloc, "", "")
+
+
 def preset_of(mount: Mount) -> CostModel:
     """Return the preset that suits a mount; what the kernel knows nothing of is taken for a local disk."""
+    if mount.type.endswith(_REMOTE):
+        return PRESETS["object_store"]
     return PRESETS["network_mount" if mount.is_network else "local"]
 
 
@@ -149,6 +167,6 @@ def _cache_file(mount: Mount) -> Path:
     """Return where a mount's model is kept; XDG_CACHE_HOME is where the user's caches are, `~/.cache` without it."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     caches = Path(given) if given.startswith("/") else Path.home() / ".cache"  # the specification ignores relative ones
-    host = "" if mount.is_network else socket.gethostname()
+    host = "" if mount.is_network or mount.type.endswith(_REMOTE) else socket.gethostname()
     identity = "\0".join((*mount, host)).encode("utf-8", "surrogateescape")
     return caches / "shardferry" / "probes" / f"{hashlib.sha256(identity).hexdigest()[:32]}.json"

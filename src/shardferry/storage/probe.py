@@ -37,8 +37,8 @@ BLOCK_BYTES = 4 * MIB
 MAX_BLOCKS = 128
 MIN_BLOCKS = 12
 MIN_BLOCKS_PER_STREAM = 2
-# Of one size; more streams than 9 read nothing longer than 1 MiB.
-MAX_SIZE_BYTES = 72 * MIB
+# Of one size; more streams than 15 read nothing longer than 1 MiB.
+MAX_SIZE_BYTES = 120 * MIB
 # Reads of one size lie at most so many times their size apart; the longest touch, as when a whole file is read.
 MAX_SPREAD = 8
 # Files looked at, and blocks asked for in each, so that a folder of any size takes milliseconds.
@@ -63,13 +63,13 @@ class Size(NamedTuple):
     max_seconds: float
 
 
-# Together at most 185 MiB, and 1.55 s, which leaves room in 2 s for the last reads. The smallest must be near the span
+# Together at most 169 MiB, and 1.55 s, which leaves room in 2 s for the last reads. The smallest must be near the span
 # at which a request costs as much as its bytes: where that is 10 KiB, 64 KiB and more missed it by a factor of 2.4.
 SIZES = (
     Size(16 * KIB, 0.10, 320, 0.30),
     Size(128 * KIB, 0.15, 96, 0.30),
     Size(MIB, 0.30, 32, 0.35),
-    Size(BLOCK_BYTES, 0.45, 18, 0.60),
+    Size(BLOCK_BYTES, 0.45, 30, 0.60),
 )
 
 
@@ -122,7 +122,7 @@ def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measureme
     with ExitStack() as stack:
         files = {name: stack.enter_context(store.open(name)) for name in dict.fromkeys(block.file for block in blocks)}
         pool = stack.enter_context(ThreadPoolExecutor(streams))
-        buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(streams)]
+        buffers = [np.ones(BLOCK_BYTES, np.uint8) for _ in range(streams)]  # touched: no page faults on the clock
         for size, region in zip(SIZES, _regions(blocks), strict=True):
             stride, places = _places(size, region, streams)
             # Bytes cannot come faster than they did in smaller reads; is there time for one read of each stream?
@@ -175,13 +175,18 @@ def cold_blocks(root: Path, files: Sequence[str], *, streams: int) -> tuple[list
                         return blocks, ""
         finally:
             os.close(descriptor)
-    if len(blocks) >= min_blocks(streams):
-        return blocks, ""
-    needed = format_bytes(min_blocks(streams) * BLOCK_BYTES)
-    if held:
+    why = too_few(blocks, streams)
+    if why and held:
         free = format_bytes(len(blocks) * BLOCK_BYTES)
-        return [], f"all resident: only {free} are not in the page cache, and {needed} are needed"
-    return [], f"there is nothing large enough to read: {needed} are needed"
+        why = f"all resident: only {free} are not in the page cache, and {_needed(streams)} are needed"
+    return ([], why) if why else (blocks, "")
+
+
+def too_few(blocks: Sequence[Block], streams: int) -> str:
+    """Return what is wrong with the number of blocks, in words; empty if they are enough."""
+    if len(blocks) >= min_blocks(streams):
+        return ""
+    return f"there is nothing large enough to read: {_needed(streams)} are needed"
 
 
 def largest_files(folder: Path) -> tuple[str, ...]:
@@ -274,6 +279,10 @@ def _places(size: Size, region: Sequence[Block], streams: int) -> tuple[int, lis
         for at in range(0, count * spread, spread)
     ]
     return spread * size.span_bytes, places
+
+
+def _needed(streams: int) -> str:
+    return format_bytes(min_blocks(streams) * BLOCK_BYTES)
 
 
 def _starts(size: int) -> range:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tests.tools.servers import Fault, Proxy, proxy
 
-from shardferry.errors import CheckpointChangedError, CheckpointNotFoundError, StorageError
+from shardferry.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError, StorageError
+from shardferry.execute.open import open_checkpoint
 from shardferry.format.index import FileInfo
 from shardferry.storage.client import Patience
 from shardferry.storage.location import locate
@@ -180,3 +181,12 @@ def test_a_web_server_that_ignores_ranges_is_named(web: tuple[str, Path]) -> Non
 
         with pytest.raises(StorageError, match=r"whole\.safetensors: the server does not answer requests for a part"):
             files.size("whole.safetensors")
+
+
+def test_a_refusal_does_not_show_the_query_of_a_signed_url(web: tuple[str, Path]) -> None:
+    (web[1] / "broken.safetensors").write_bytes(b"12345678 no header")
+
+    with pytest.raises(CheckpointError, match=r"broken\.safetensors") as caught:
+        open_checkpoint(f"{web[0]}/broken.safetensors?X-Amz-Signature=hidden")
+
+    assert "hidden" not in str(caught.value)

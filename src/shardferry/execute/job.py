@@ -36,7 +36,7 @@ from shardferry.execute.readonce import Rounds, execute_rounds
 from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
 from shardferry.execute.topology import nodes_of, read_threads
 from shardferry.format.checkpoint import check_file
-from shardferry.format.index import CheckpointIndex, FileInfo, TensorInfo
+from shardferry.format.index import CheckpointIndex, TensorInfo
 from shardferry.plan.agreement import (
     Table,
     check_choice,
@@ -56,7 +56,7 @@ from shardferry.plan.agreement import (
 from shardferry.plan.load import LoadPlan, Wanted, plan_load
 from shardferry.plan.match import Matching, Problems, Rules, match_targets, merge_problems, natural_key, raise_problems
 from shardferry.plan.target import Target, region_of
-from shardferry.storage.location import locate
+from shardferry.storage.location import locate_again
 from shardferry.storage.url import redact
 from shardferry.transport.together import together
 from shardferry.units import MIB
@@ -73,6 +73,8 @@ logger = logging.getLogger(__name__)
 
 # Large enough that a call costs nothing beside its bytes, small enough that threads share a tensor.
 PIECE_BYTES = 16 * MIB
+# Of a piece that comes through a network, of which a request holds a chunk only: as fast as any (measured: nginx).
+REMOTE_PIECE_BYTES = 8 * MIB
 # What one thread may hold of the budget, in pieces: a ring of three, what a cast needs beside it, and a block of rows.
 BUFFERS_PER_THREAD = 8
 
@@ -166,7 +168,7 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
         raise_problems(unfitting, strict=request.strict)
     with mine.timed("plan"):
         reading = _plan(group, _Known(index, matching, tables, nodes), request)
-    reports = _read(_Work(group, adapter, reading, index.files, nodes, request, mine))
+    reports = _read(_Work(group, adapter, reading, index, nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
     unmatched = tuple(map(describe_rule, matching.unmatched))
     report = LoadReport(
@@ -293,22 +295,26 @@ def _wanted(known: _Known, rank: int) -> Iterator[Wanted]:
 
 
 def _check_files(known: _Known, rank: int, path: str) -> None:
-    """On the first rank of every node but rank 0's: the files its ranks will read are those rank 0 opened."""
+    """On the first rank of every node but rank 0's: the files its ranks will read are those rank 0 opened.
+
+    Of an object whose version rank 0 has told, every request asks for that version.
+    """
     node = known.nodes[rank]
     if node == known.nodes[0] or known.nodes.index(node) != rank:
         return
     used = (table.used for other, table in enumerate(known.tables) if known.nodes[other] == node)
     names = names_in(known.index, used)
-    files = locate(path).files
+    where = locate_again(path, known.index.root)
     for file in sorted({file for name in names for file in _files_of(known.index.tensors[name])}):
-        check_file(files, file, known.index.files[file])
+        if where.is_local or not known.index.files[file].version:
+            check_file(where.files, file, known.index.files[file])
 
 
 class _Work(NamedTuple):
     group: Group
     adapter: Adapter
     reading: Reading
-    files: Mapping[str, FileInfo]
+    checkpoint: CheckpointIndex
     nodes: Sequence[int]
     request: Request
     mine: RankReport
@@ -321,10 +327,13 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
     def read() -> bytes:
         with work.mine.timed("allocate"):
             destinations = work.adapter.allocate(plan, meter)
-        where = locate(work.request.path)
-        store = where.open_store(work.files)
+        where = locate_again(work.request.path, work.checkpoint.root)
+        store = where.open_store(work.checkpoint.files)
         threads = read_threads(work.nodes, work.group.rank, is_local=where.is_local)
-        piece_bytes = _piece_bytes(plan, work.request.budget_bytes // (threads * BUFFERS_PER_THREAD))
+        most = work.request.budget_bytes // (threads * BUFFERS_PER_THREAD)
+        if not where.is_local and _is_direct(plan, destinations):
+            most = REMOTE_PIECE_BYTES
+        piece_bytes = _piece_bytes(plan, most)
         settings = Settings(
             num_threads=threads,
             piece_bytes=piece_bytes,
@@ -337,7 +346,8 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
             with work.mine.timed("exchange"):
                 _exchange(work, destinations, store, settings, Buffers(meter))
         with work.mine.timed("read"):
-            execute_plan(plan if exchange is None else exchange.plan.direct, destinations, store, work.files, settings)
+            direct = plan if exchange is None else exchange.plan.direct
+            execute_plan(direct, destinations, store, work.checkpoint.files, settings)
         work.mine.num_tensors = len(plan.tensors)
         work.mine.peak_extra_bytes = meter.peak_bytes
         work.mine.num_cast, work.mine.num_overflowed = work.adapter.cast_counts()
@@ -356,11 +366,19 @@ def _exchange(
     assert exchange is not None
     assert sharing is not None
     opened = sharing.mover(work.group.check) if exchange.is_needed else nullcontext()
-    rounds = Rounds(exchange.plan, exchange.units, work.group.rank, work.group.world_size, store, work.files)
+    rounds = Rounds(exchange.plan, exchange.units, work.group.rank, work.group.world_size, store, work.checkpoint.files)
     with opened as mover:
         moved = execute_rounds(rounds, destinations, settings, buffers, mover)
     buffers.release()
     work.mine.bytes_sent, work.mine.bytes_received = moved
+
+
+def _is_direct(plan: LoadPlan, destinations: Mapping[str, Destination]) -> bool:
+    """Return whether everything is read to where it belongs, so that pieces take nothing of the budget."""
+    return all(
+        not tensor.computations and all(destinations[tensor.name].direct(copy) is not None for copy in tensor.copies)
+        for tensor in plan.tensors
+    )
 
 
 def _piece_bytes(plan: LoadPlan, most: int) -> int:

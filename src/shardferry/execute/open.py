@@ -18,6 +18,7 @@ from shardferry.format.problem import Problem, refusal, remarks
 from shardferry.format.savenames import outer_problems
 from shardferry.storage.files import LocalFiles
 from shardferry.storage.location import Location, is_remote, local_path, locate
+from shardferry.storage.url import redact
 
 if TYPE_CHECKING:
     from shardferry.format.index import CheckpointIndex
@@ -47,7 +48,7 @@ def open_checkpoint(
         InvalidInputError: If `variant` is given for a single file.
     """
     index, problems = survey_checkpoint(path, variant=variant)
-    error = refusal(problems, os.fspath(path), strict=strict)
+    error = refusal(problems, redact(os.fspath(path)), strict=strict)
     if error is not None:
         raise error
     texts = remarks(problems)

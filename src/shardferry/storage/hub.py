@@ -8,7 +8,9 @@ of `huggingface_hub`.
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     from shardferry.storage.client import Patience
     from shardferry.storage.hubpath import HubPath
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class _Place(NamedTuple):
@@ -64,6 +68,7 @@ class HubSource:
         self._commit: str | None = None
         self._files: tuple[str, ...] = ()
         self._places: dict[str, _Place] = {}
+        self._resolving: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     @property
     def root(self) -> str:
@@ -73,7 +78,7 @@ class HubSource:
 
     def names(self) -> tuple[str, ...]:
         """Return the files at the top of the repository."""
-        self._pin_commit()
+        self._describe()
         return tuple(sorted({name.partition("/")[0] for name in self._files}))
 
     def ask(self, name: str, start: int, stop: int, version: str) -> Answer:
@@ -85,8 +90,9 @@ class HubSource:
         except failures() as error:
             if not known or status_of(error) not in (400, 401, 403, 410):
                 raise
-        with self._lock:
-            self._places.pop(name, None)  # its URL has expired
+        with self._resolving[name]:
+            if self._places.get(name) is place:
+                del self._places[name]  # its URL has expired
         return self._ask(self._place(name), name, (start, stop), version)
 
     def _ask(self, place: _Place, name: str, span: tuple[int, int], version: str) -> Answer:
@@ -107,25 +113,30 @@ class HubSource:
         return Answer(Pin(len(data), place.pin.version), span[0], iter([data[slice(*span)]]))
 
     def _pin_commit(self) -> str:
+        if self._hub.revision and _COMMIT.fullmatch(self._hub.revision):
+            self._commit = self._hub.revision  # nothing to ask: with many ranks the Hub would refuse to answer
+            return self._commit
+        self._describe()
+        assert self._commit is not None
+        return self._commit
+
+    def _describe(self) -> None:
+        """Ask for the commit and the files of the revision, once."""
         with self._lock:
-            if self._commit is None:
+            if not self._files:
                 from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
 
                 with _understood(f"hf://{self._hub.repo}"):
                     info = HfApi().model_info(self._hub.repo, revision=self._hub.revision)
                 self._commit = info.sha or self._hub.revision or "main"
                 self._files = tuple(each.rfilename for each in info.siblings or ())
-            return self._commit
 
     def _place(self, name: str) -> _Place:
         commit = self._pin_commit()
-        with self._lock:
-            place = self._places.get(name)
-        if place is None:
-            place = self._locate(name, commit)
-            with self._lock:
-                self._places[name] = place
-        return place
+        with self._resolving[name]:  # many threads want the same file at the same time
+            if name not in self._places:
+                self._places[name] = self._locate(name, commit)
+            return self._places[name]
 
     def _locate(self, name: str, commit: str) -> _Place:
         from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url  # noqa: PLC0415 - an extra

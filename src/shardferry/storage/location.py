@@ -98,6 +98,20 @@ def locate(path: str | os.PathLike[str], variant: str | None = None) -> Location
     return _remote(ObjectSource(url.folder, PATIENCE), url.entry)
 
 
+def locate_again(path: str | os.PathLike[str], root: str) -> Location:
+    """Return what is behind the path of a checkpoint that another rank has opened.
+
+    Args:
+        path: What both ranks were given; it may be local here and not there.
+        root: Root of the index that the other rank made; on the Hub it names the commit, where a branch may move.
+
+    Raises:
+        ShardferryError: As `locate`.
+    """
+    where = locate(path)
+    return locate(root) if root.startswith("hf://") and not where.is_local else where
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a URL of something that is not on this machine's file systems.
 

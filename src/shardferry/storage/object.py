@@ -8,6 +8,7 @@ chunks and are copied to where they belong at once: a request in flight holds on
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -217,17 +218,10 @@ class ObjectFiles:
         return out.tobytes()
 
     def _tried(self, likely: Sequence[str]) -> tuple[str, ...]:
-        found = []
-        denied: AccessDeniedError | None = None
-        for name in likely:
-            try:
-                self.size(name)
-            except CheckpointNotFoundError:
-                continue
-            except AccessDeniedError as error:  # what a bucket says of an object that is not there
-                denied = error
-                continue
-            found.append(name)
+        with ThreadPoolExecutor(len(likely)) as pool:
+            missing = tuple(pool.map(self._missing, likely))
+        found = tuple(name for name, error in zip(likely, missing, strict=True) if error is None)
+        denied = next((error for error in missing if isinstance(error, AccessDeniedError)), None)
         if not found and denied is not None:
             raise denied
         if not found:
@@ -235,7 +229,15 @@ class ObjectFiles:
                 f"{self.root}: a web server does not list its files, and none of {', '.join(likely)} is there. Name "
                 "the safetensors file or the index"
             )
-        return tuple(found)
+        return found
+
+    def _missing(self, name: str) -> CheckpointNotFoundError | AccessDeniedError | None:
+        """Return why a file is not there: a bucket may say of what is not there that it may not be seen."""
+        try:
+            self.size(name)
+        except (CheckpointNotFoundError, AccessDeniedError) as error:
+            return error
+        return None
 
     def _pin(self, name: str) -> Pin:
         check_process(self.root)

@@ -1,0 +1,155 @@
+"""A job of real processes and a bucket: sharded saves and loads, what they cost the server, and failing together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
+from tests.tools.s3 import Bucket
+from tests.tools.servers import Fault, Proxy, proxy
+
+import shardferry.torch as sf
+
+from .test_load_layouts import Block, local, numbered, shard_fsdp, shard_tp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .pool import RankPool
+
+ROWS = 1 << 16
+# Requests that are not for the first bytes of a file.
+TENSORS = r"GET .*bytes=(?!0-131071)"
+
+
+@pytest.fixture
+def store(s3_endpoint: str) -> Iterator[tuple[Bucket, Proxy]]:
+    with proxy(s3_endpoint) as state:
+        yield Bucket(s3_endpoint, f"bucket-{secrets.token_hex(4)}"), state
+
+
+@contextmanager
+def reaching(endpoint: str) -> Iterator[None]:
+    with mock.patch.dict(os.environ, Bucket.environment(endpoint)):
+        yield
+
+
+def block() -> Block:
+    model = Block(ROWS)
+    model.load_state_dict(numbered(model))
+    return model
+
+
+def save_on_each_rank(endpoint: str, url: str) -> tuple[int, int]:
+    with reaching(endpoint):
+        model = block()
+        shard_fsdp(model)
+        total = sf.save_model(model, url, max_shard_size="2MB").total
+        return total.bytes_written, total.peak_extra_bytes
+
+
+def load_on_each_rank(endpoint: str, url: str, sharder: str, nodes: list[int]) -> tuple[int, int]:
+    with reaching(endpoint):
+        model = Block(ROWS)
+        {"fsdp": shard_fsdp, "tp": shard_tp}[sharder](model)
+        total = sf.load_model(model, url, node_of_rank=nodes).total
+    expected = block()
+    {"fsdp": shard_fsdp, "tp": shard_tp}[sharder](expected)
+    for (name, one), two in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(local(one), local(two)), name
+    return total.bytes_read, total.requests
+
+
+def whole(bucket: Bucket) -> dict[str, torch.Tensor]:
+    files = [bucket.get(key) for key in bucket.objects() if key.endswith(".safetensors")]
+    return {name: value for file in files for name, value in load_bytes(file).items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_sharded_model_is_saved_to_a_bucket_and_loaded_from_it(
+    ranks: RankPool, store: tuple[Bucket, Proxy], world_size: int
+) -> None:
+    bucket, state = store
+    url = f"s3://{bucket.name}/ckpt"
+
+    ranks(world_size).run(save_on_each_rank, state.url, url)
+
+    saved, expected = whole(bucket), numbered(block())
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert not bucket.uploads()
+    size = sum(len(bucket.get(key)) for key in bucket.objects())
+    for sharder in ("fsdp", "tp"):
+        state.reset()
+        told = ranks(world_size).run(load_on_each_rank, state.url, url, sharder, list(range(world_size)))
+        headers = sum(line.endswith("bytes=0-131071") for line in state.log)  # more than they are, by one rank
+        assert headers <= len(bucket.objects()), sharder
+        assert state.sent <= 1.02 * size + headers * 131_072, sharder
+        assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("status", first=2, code=403, match=TENSORS), Fault("etag", first=2, match=TENSORS)],
+    ids=["denied", "changed"],
+)
+def test_what_one_rank_is_told_ends_the_load_on_all(ranks: RankPool, store: tuple[Bucket, Proxy], fault: Fault) -> None:
+    bucket, state = store
+    url = f"s3://{bucket.name}/ckpt"
+    ranks(2).run(save_on_each_rank, state.url, url)
+    fault.seen = fault.done = 0
+    state.fault = fault
+
+    outcomes = ranks(2).outcomes(load_on_each_rank, state.url, url, "tp", [0, 1])
+
+    assert {outcome.status for outcome in outcomes} == {"raised"}
+    assert all("ckpt/model-" in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+
+
+def test_a_refused_part_ends_the_save_on_all_and_leaves_nothing(ranks: RankPool, store: tuple[Bucket, Proxy]) -> None:
+    bucket, state = store
+    state.fault = Fault("status", first=1, code=403, match="PUT .*partNumber")
+
+    outcomes = ranks(2).outcomes(save_on_each_rank, state.url, f"s3://{bucket.name}/ckpt")
+
+    assert {outcome.status for outcome in outcomes} == {"raised"}
+    assert all("access was denied" in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+    assert not bucket.objects()
+    assert not bucket.uploads()
+
+
+def test_two_processes_repack_from_bucket_to_bucket(store: tuple[Bucket, Proxy]) -> None:
+    bucket, state = store
+    tensors = {"w": torch.arange(100_001.0), "s": torch.tensor(1.5), "v": torch.arange(50_000)}
+    bucket.put("a/model.safetensors", save_bytes(tensors, {"format": "pt"}))
+    bucket.put("a/config.json", b"{}")
+    environment = {**os.environ, **Bucket.environment(state.url), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    arguments = [
+        "repack",
+        f"s3://{bucket.name}/a",
+        f"s3://{bucket.name}/b",
+        "--max-shard-size",
+        "300KB",
+        "--ranks",
+        "2",
+    ]
+
+    command = [sys.executable, "-m", "shardferry.cli", *arguments]
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=100)
+
+    files = {key: bucket.get(key) for key in bucket.objects() if key.startswith("b/") and key.endswith(".safetensors")}
+    repacked = {name: value for file in files.values() for name, value in load_bytes(file).items()}
+    assert len(files) == 3
+    assert repacked.keys() == tensors.keys()
+    assert all(torch.equal(repacked[name], tensors[name]) for name in tensors)
+    assert "b/config.json" in bucket.objects()
+    assert not bucket.uploads()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardferry.convert.names import Template, compile_pattern
 from shardferry.convert.ops import leaves
-from shardferry.convert.rules import AddPrefix, Convert, Rename, Rule, StripPrefix
+from shardferry.convert.rules import AddPrefix, Convert, Rename, Rule, StripPrefix, reverse_rules
 from shardferry.convert.steps import Operand, apply
 from shardferry.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from shardferry.convert.tensor import Tensor
 
@@ -42,6 +43,26 @@ class Converted:
     left: tuple[str, ...]
 
 
+class Conversions(Protocol):
+    """A way from a checkpoint's tensors to a model's and back that is not written as rules, such as a library's own."""
+
+    def to_model(self, tensors: Mapping[str, Tensor]) -> Converted:
+        """Return a checkpoint's tensors as the model has them; those the model lacks keep their names."""
+        ...
+
+    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> Converted:
+        """Return a model's tensors as the checkpoint has them."""
+        ...
+
+    def spelled(self, name: str) -> str:
+        """Return how the model would spell a name of the checkpoint that it lacks; asked after `to_model`."""
+        ...
+
+    def loaded(self) -> None:
+        """Take note that a model was filled by these conversions; called on every rank after a load."""
+        ...
+
+
 class _Group(NamedTuple):
     """What one target, or set of targets, is made from.
 
@@ -52,6 +73,26 @@ class _Group(NamedTuple):
 
     fields: Mapping[str, str]
     parts: tuple[dict[int, str], ...]
+
+
+def to_model(tensors: Mapping[str, Tensor], conversions: Sequence[Rule] | Conversions) -> Converted:
+    """Return a checkpoint's tensors as a model has them.
+
+    Raises:
+        InvalidInputError: As `apply_rules`.
+    """
+    return apply_rules(tensors, conversions) if isinstance(conversions, Sequence) else conversions.to_model(tensors)
+
+
+def to_checkpoint(tensors: Mapping[str, Tensor], conversions: Sequence[Rule] | Conversions) -> Converted:
+    """Return a model's tensors as a checkpoint has them.
+
+    Raises:
+        InvalidInputError: As `apply_rules`, and if it takes more than a rule says to undo it.
+    """
+    if isinstance(conversions, Sequence):
+        return apply_rules(tensors, reverse_rules(conversions))
+    return conversions.to_checkpoint(tensors)
 
 
 def apply_rules(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> Converted:
@@ -75,7 +116,7 @@ def apply_rules(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> Convert
             table = renamed
         if not changed:
             unmatched.append(rule)
-    return Converted(table, tuple(unmatched), _left(table, tensors, taken))
+    return Converted(table, tuple(unmatched), left_behind(table, tensors, taken))
 
 
 def describe_rule(rule: Rule) -> str:
@@ -89,6 +130,22 @@ def describe_rule(rule: Rule) -> str:
             return f"add prefix {prefix}"
         case StripPrefix(prefix):
             return f"strip prefix {prefix}"
+
+
+def left_behind(table: Mapping[str, Tensor], tensors: Mapping[str, Tensor], taken: set[str]) -> tuple[str, ...]:
+    """Return the names that nothing has changed though they belong to a tensor that was taken, such as its scales.
+
+    Args:
+        table: All tensors afterwards.
+        tensors: All tensors before.
+        taken: Names of those that others were made of.
+    """
+    stems = {stem for name in taken for stem in (name, name.removesuffix(".weight"))}
+    return tuple(
+        name
+        for name, tensor in table.items()
+        if tensors.get(name) is tensor and name not in taken and any(stem in stems for stem in _stems(name))
+    )
 
 
 def _renaming(rule: Rename | AddPrefix | StripPrefix) -> Callable[[str], str]:
@@ -224,15 +281,6 @@ def _sources(tensors: Sequence[Tensor]) -> str:
     names = list(dict.fromkeys(leaf.key for tensor in tensors for leaf in leaves(tensor.source)))
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
-
-
-def _left(table: Mapping[str, Tensor], tensors: Mapping[str, Tensor], taken: set[str]) -> tuple[str, ...]:
-    stems = {stem for name in taken for stem in (name, name.removesuffix(".weight"))}
-    return tuple(
-        name
-        for name, tensor in table.items()
-        if tensors.get(name) is tensor and name not in taken and any(stem in stems for stem in _stems(name))
-    )
 
 
 def _stems(name: str) -> Iterable[str]:

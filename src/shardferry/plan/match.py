@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.convert.ops import Expression, Stored, dtypes_of, leaves
-from shardferry.convert.table import apply_rules
+from shardferry.convert.table import to_model
 from shardferry.convert.tensor import stored_tensors
 from shardferry.errors import MismatchError
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardferry.convert.rules import Rule
+    from shardferry.convert.table import Conversions
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.target import Target
 
@@ -90,12 +91,14 @@ class Rules(NamedTuple):
         cast: Whether a floating dtype may be cast to the model's.
         ignorable: Whether a name is of no use to this model on purpose.
         conversions: How names and shapes of the checkpoint become the model's, before names are matched.
+        skip_mismatched: Whether a tensor of another shape counts as missing, instead of as an error of its own.
     """
 
     sources: Mapping[str, Expression]
     cast: bool
     ignorable: Callable[[str], bool]
-    conversions: tuple[Rule, ...] = ()
+    conversions: tuple[Rule, ...] | Conversions = ()
+    skip_mismatched: bool = False
 
 
 def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rules) -> Matching:
@@ -104,7 +107,7 @@ def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rule
     Raises:
         InvalidInputError: If a conversion rule does not fit the checkpoint; names the tensors.
     """
-    converted = apply_rules(stored_tensors(index.tensors), rules.conversions) if rules.conversions else None
+    converted = to_model(stored_tensors(index.tensors), rules.conversions) if rules.conversions else None
     made = {} if converted is None else {name: tensor.source for name, tensor in converted.tensors.items()}
     table = _Table(index, {**made, **rules.sources}, made if converted is not None else index.tensors)
     problems = Problems()
@@ -121,7 +124,7 @@ def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rule
         names = {leaf.key for leaf in leaves(source)}
         used |= names
         stored = dtypes_of(source, lambda key: index.tensors[key].dtype)
-        if _fits(target, source, stored, rules.cast, problems):
+        if _fits(target, source, stored, rules, problems):
             matches.append(Match(target, source, stored != {target.dtype}))
     unwanted = {name for name in table.names if name in others or rules.ignorable(name)}
     ignored = {key for name in unwanted for key in table.keys(name)} - used
@@ -200,12 +203,13 @@ def _find(table: _Table, target: Target) -> tuple[str, Expression] | None:
     return None
 
 
-def _fits(target: Target, source: Expression, stored: set[str], cast: bool, problems: Problems) -> bool:  # noqa: FBT001
+def _fits(target: Target, source: Expression, stored: set[str], rules: Rules, problems: Problems) -> bool:
     if target.shape is not None and target.shape != source.shape:
-        problems.shape.append(f"{target.names[0]}: model {list(target.shape)}, checkpoint {list(source.shape)}")
+        kind = problems.missing if rules.skip_mismatched else problems.shape
+        kind.append(f"{target.names[0]}: model {list(target.shape)}, checkpoint {list(source.shape)}")
         return False
     wrong = sorted(
-        dtype for dtype in stored if dtype != target.dtype and not (cast and {dtype, target.dtype} <= FLOATS)
+        dtype for dtype in stored if dtype != target.dtype and not (rules.cast and {dtype, target.dtype} <= FLOATS)
     )
     if wrong:
         problems.dtype.append(f"{target.names[0]}: model {target.dtype}, checkpoint {', '.join(wrong)}")

@@ -49,6 +49,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def can_be_traced(name: str) -> bool:
+    """Return whether torch has a dtype of this safetensors name with one element per item."""
+    return name in _DTYPES and elements_per_item(_DTYPES[name]) == 1
+
+
 def elements_per_item(dtype: torch.dtype) -> int:
     """Return how many elements, as files count them, one torch element holds: 2 for packed float4, else 1."""
     return 2 if dtype is torch.float4_e2m1fn_x2 else 1

@@ -14,6 +14,7 @@ from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
 from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.plan.match import Rules
+from shardferry.torch.conversions import chosen_conversions, ignorable_by_either_name
 from shardferry.torch.entries import ignorable_names, model_entries, state_dict_entries, unfilled_names
 from shardferry.torch.filler import Filler, put_into_model, put_into_state_dict
 from shardferry.torch.group import open_group
@@ -23,9 +24,9 @@ from shardferry.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
-    from shardferry.convert.rules import Rule
     from shardferry.execute.report import LoadReport, Progress
     from shardferry.plan.estimate import ReadOnce
+    from shardferry.torch.conversions import GivenConversions
     from shardferry.torch.shardings import GivenSharding
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -42,7 +43,9 @@ class LoadOptions(TypedDict, total=False):
         shardings: How tensors are truly cut, by name, for those whose own layout does not tell: a mesh and placements
             that apply left to right, or a `Sharding`. Wins over what a DTensor says.
         conversions: Rules that make the checkpoint's names and shapes the model's, applied in order; see
-            `shardferry.conversions`. All ranks give the same ones.
+            `shardferry.conversions`. All ranks give the same ones. `"auto"` takes those of a transformers model's
+            family from transformers itself.
+        ignore_mismatched_sizes: Count a tensor whose shape is not the model's as missing; False makes it an error.
         checkpoint_strict: Apply the rules of files and index in full (default); False goes on where transformers
             would.
         variant: Variant of the file names, e.g. `"fp16"`.
@@ -57,7 +60,8 @@ class LoadOptions(TypedDict, total=False):
 
     cast: bool
     shardings: Mapping[str, GivenSharding]
-    conversions: Sequence[Rule]
+    conversions: GivenConversions
+    ignore_mismatched_sizes: bool
     checkpoint_strict: bool
     variant: str | None
     node_of_rank: Sequence[int] | None
@@ -141,7 +145,10 @@ def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: Load
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
         _check_options(options)
-        report = run_load(group, *prepare())
+        filler, request = prepare()
+        report = run_load(group, filler, request)
+        if not isinstance(request.rules.conversions, tuple):
+            request.rules.conversions.loaded()
     if report.total.num_overflowed and group.rank == 0:
         message = (
             f"{report.total.num_overflowed} finite values became infinite when tensors were cast to the model's dtype"
@@ -173,6 +180,7 @@ def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: b
         mover=open_mover,
     )
     check_sharing(sharing)
+    conversions = chosen_conversions(options.get("conversions", ()), model)
     return Request(
         path=os.fspath(path),
         strict=strict,
@@ -181,8 +189,9 @@ def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: b
         rules=Rules(
             sources={},
             cast=options.get("cast", True),
-            ignorable=ignorable_names(model),
-            conversions=tuple(options.get("conversions", ())),
+            ignorable=ignorable_by_either_name(ignorable_names(model), conversions),
+            conversions=conversions,
+            skip_mismatched=options.get("ignore_mismatched_sizes", False),
         ),
         given_names=options.get("shardings", {}),
         node_of_rank=options.get("node_of_rank"),

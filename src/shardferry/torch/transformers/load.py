@@ -1,11 +1,4 @@
-"""transformers models: built sharded without memory, filled and saved without anybody holding the whole.
-
-import shardferry.torch.transformers as sft
-
-mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("fsdp", "tp"))
-model = sft.from_pretrained(AutoModelForCausalLM, "/ckpt", mesh=mesh)
-sft.save_pretrained(model, "/out")
-"""
+"""Build a model of transformers sharded, without memory, and fill it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,27 +13,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardferry.errors import CheckpointWarning, InvalidInputError
-from shardferry.torch.entries import model_entries, non_persistent_buffers
+from shardferry.torch.entries import model_entries
 from shardferry.torch.filler import put_into_model
 from shardferry.torch.load import load_model
 from shardferry.torch.memory import make_storage
-from shardferry.torch.save import save_model
+from shardferry.torch.transformers.buffers import INITIALIZED, initialize_buffers
+from shardferry.torch.transformers.family import family_conversions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from shardferry.execute.report import LoadReport, SaveReport
+    from shardferry.execute.report import LoadReport
     from shardferry.torch.load import LoadOptions
-    from shardferry.torch.save import SaveOptions
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 
 logger = logging.getLogger(__name__)
 
-# transformers' own mark for what its initialisation must leave alone (5.24, modeling_utils and initialization).
-_INITIALIZED = "_is_hf_initialized"
 # The axes of transformers' mesh in their order (5.24, distributed/utils), pipeline stages apart.
 AXES = ("dp_replicate", "fsdp", "tp")
 
@@ -95,7 +86,7 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
         config: Instead of the checkpoint's own.
         strict: Whether a missing or unexpected name is an error. If not, as in transformers, missing parameters are
             initialised anew, and both are named in a warning.
-        **options: See `shardferry.torch.LoadOptions`.
+        **options: See `shardferry.torch.LoadOptions`; `conversions` are those of the model's family if none are given.
 
     Raises:
         InvalidInputError: If the mesh has an axis of another name, or the checkpoint is quantized.
@@ -103,6 +94,8 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
         ValueError: Of transformers, if the model has no plan for an axis of the mesh.
     """
     model = _build(model_class, os.fspath(path), config, dtype)
+    if options.get("conversions", "auto") == "auto":
+        options["conversions"] = family_conversions(model)  # by the names of classes, which FSDP2 changes
     if mesh is not None and mesh.size() > 1:
         model = _distribute(model, Parallelism(mesh, ep_size, tp_plan, ep_plan, fsdp_plan))
     initialize_buffers(model)
@@ -114,44 +107,6 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
     model.eval()
     _read_generation_config(model, os.fspath(path))
     return model
-
-
-def save_pretrained(
-    model: PreTrainedModel,
-    path: str | os.PathLike[str],
-    *,
-    max_shard_size: int | str = "5GB",
-    on_existing: Literal["refuse", "replace"] = "refuse",
-    **options: Unpack[SaveOptions],
-) -> SaveReport:
-    """Save a sharded model as a checkpoint with its configuration, which `from_pretrained` of transformers reads.
-
-    Collective. Nothing is gathered, and the files appear all at once; see `shardferry.torch.save_model`.
-    """
-    return save_model(model, path, max_shard_size=max_shard_size, on_existing=on_existing, **options)
-
-
-def initialize_buffers(model: PreTrainedModel) -> list[str]:
-    """Compute the non-persistent buffers that are still on the meta device, and return their names.
-
-    Checkpoints do not hold them (position ids, rotary frequencies). The model's own `initialize_weights` computes
-    them; parameters and persistent buffers are marked as initialised, so that it leaves those alone. They get memory
-    on torch's default device. Call it before or after sharding the model, and before `load_model`.
-    """
-    missing = [buffer for buffer in non_persistent_buffers(model) if buffer.tensor.is_meta]
-    if not missing:
-        return []
-    default = torch.get_default_device()
-    device = torch.device("cpu") if default.type == "meta" else default
-    for buffer in missing:
-        buffer.module.register_buffer(
-            buffer.attribute, torch.empty_like(buffer.tensor, device=device), persistent=False
-        )
-        setattr(buffer.module, _INITIALIZED, False)
-    for tensor in model.state_dict(keep_vars=True).values():
-        setattr(tensor, _INITIALIZED, True)
-    model.initialize_weights()
-    return [buffer.name for buffer in missing]
 
 
 def _build(
@@ -243,9 +198,9 @@ def _initialize(model: PreTrainedModel, missing: Collection[str]) -> None:
     for entry in entries:
         put_into_model(entry, make_storage(entry, 0))
     for module in model.modules():
-        setattr(module, _INITIALIZED, False)
+        setattr(module, INITIALIZED, False)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        setattr(tensor, _INITIALIZED, name not in names)
+        setattr(tensor, INITIALIZED, name not in names)
     model.initialize_weights()
 
 

@@ -1,0 +1,226 @@
+"""The conversions of a model's family, as transformers itself describes them, for loads and for saves.
+
+Names are made by transformers' own functions, tensors by its own operations: on names alone and on tensors without
+values (`traced`), so that every rank knows from the checkpoint's index what each parameter is made of. Only then is
+that cut by the parameter's layout. transformers itself cuts first and converts afterwards, which is wrong where an
+operation touches the cut dim (5.24).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardferry.convert.table import Converted, left_behind
+from shardferry.convert.tensor import Tensor
+from shardferry.errors import InvalidInputError
+from shardferry.torch.dtypes import can_be_traced
+from shardferry.torch.entries import plain_name
+from shardferry.torch.transformers.traced import Traced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import nn
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
+
+# Names listed in an error.
+LISTED = 4
+
+
+class FamilyConversions:
+    """How checkpoints of a model's family become the model, and back."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take the conversions of a model, which may be sharded and on the meta device."""
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - takes seconds
+
+        twin = _unwrapped_twin(model)
+        self._model = model
+        self._name = type(twin).__name__
+        self._for_loads = get_model_conversion_mapping(twin)
+        self._for_saves = get_model_conversion_mapping(twin, add_legacy=False)
+        self._used: list[WeightTransform] = []
+        self._renamed: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        """Return what ranks compare, to be sure that they convert alike."""
+        return f"FamilyConversions({self._name})"
+
+    def to_model(self, tensors: Mapping[str, Tensor]) -> Converted:
+        """Return a checkpoint's tensors under the model's names; what the model lacks keeps its name.
+
+        Raises:
+            InvalidInputError: If two tensors become one, or an operation is refused; names the tensors.
+        """
+        from transformers.core_model_loading import (  # noqa: PLC0415 - takes seconds
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        transforms = copy.deepcopy(self._for_loads)
+        renamings, converters = _by_kind(transforms)
+        known = dict.fromkeys(map(plain_name, self._model.state_dict()), True)
+        prefix = self._model.base_model_prefix
+        groups, made = _Groups(converters), {}
+        self._renamed = {}
+        for name in sorted(tensors, key=dot_natural_key):
+            new, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            if new not in known and name in known:
+                new, pattern = rename_source_key(name, [], [], prefix, known)
+            if new in known:
+                groups.add(new, pattern, tensors[name])
+            else:
+                made[name] = tensors[name]
+                self._renamed[name] = new
+        for new, group in groups.by_target.items():
+            _put(made, self._convert(new, *group))
+        self._used = [transform for transform in transforms if transform.was_used()]
+        return Converted(made, (), ())
+
+    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> Converted:
+        """Return a model's tensors under the names, and in the shapes, of its family's checkpoints.
+
+        Those are the checkpoint's that the model was filled from, or if it was not, what transformers would save.
+
+        Raises:
+            InvalidInputError: As `to_model`.
+        """
+        from transformers.core_model_loading import (  # noqa: PLC0415 - takes seconds
+            apply_converters,
+            apply_renamings,
+            dot_natural_key,
+        )
+
+        renamings, converters = _by_kind([transform.reverse_transform() for transform in reversed(self._recorded())])
+        groups, made = _Groups(converters), {}
+        for name in sorted(tensors, key=dot_natural_key):
+            new, pattern = apply_converters(name, converters)
+            new = new if pattern is not None else apply_renamings(name, renamings)
+            groups.add(new, pattern, tensors[name])
+        taken: set[str] = set()
+        for new, (converter, parts) in groups.by_target.items():
+            converted = self._convert(new, converter, parts)
+            if converter is not None:
+                taken.update(tensor.name for part in parts.values() for tensor in part)
+                converted = {apply_renamings(name, renamings): tensor for name, tensor in converted.items()}
+            _put(made, converted)
+        return Converted(made, (), left_behind(made, tensors, taken))
+
+    def spelled(self, name: str) -> str:
+        """Return how the model would spell a name of the checkpoint that it lacks; asked after `to_model`."""
+        return self._renamed.get(name, name)
+
+    def loaded(self) -> None:
+        """Record in the model what has filled it, as transformers does, so that it is saved the way it was loaded."""
+        self._model._weight_conversions = self._used  # noqa: SLF001 - where transformers keeps it
+
+    def _recorded(self) -> list[WeightTransform]:
+        from transformers.core_model_loading import PrefixChange  # noqa: PLC0415 - takes seconds
+
+        recorded: list[WeightTransform] | None = getattr(self._model, "_weight_conversions", None)
+        if recorded is not None:
+            return recorded
+        return [transform for transform in self._for_saves if not isinstance(transform, PrefixChange)]
+
+    def _convert(
+        self, name: str, converter: WeightConverter | None, parts: Mapping[str, list[Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return what transformers makes of the tensors collected for a name."""
+        if converter is None:
+            ((tensor,),) = parts.values()
+            return {name: tensor if tensor.name == name else tensor._replace(name=name)}
+        for pattern, tensors in parts.items():
+            converter.collected_tensors[pattern] = [_traced(tensor) for tensor in tensors]
+        try:
+            with torch.no_grad():
+                realized = converter.convert(name, model=self._model, config=self._model.config)
+            return dict(_tensors(realized))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # Operations raise whatever their code comes to with tensors they were not made for.
+            sources = [tensor.name for tensors in parts.values() for tensor in tensors]
+            steps = ", ".join(type(op).__name__ for op in converter.operations)
+            raise InvalidInputError(f"{_listed(sources)}: {error}. Wanted for {name}, by {steps}") from error
+
+
+def family_conversions(model: nn.Module) -> FamilyConversions:
+    """Return the conversions of a model of transformers.
+
+    Raises:
+        InvalidInputError: If the model is none of transformers.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
+        raise InvalidInputError(
+            f"conversions='auto' asks the family of a transformers model, and {type(model).__name__} is none: "
+            "give the rules themselves"
+        )
+    return FamilyConversions(model)  # type: ignore[arg-type] # by its attributes
+
+
+class _Groups:
+    """What is collected for every name that is made, in the order of first mention."""
+
+    def __init__(self, converters: Sequence[WeightConverter]) -> None:
+        self._converters = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self.by_target: dict[str, tuple[WeightConverter | None, dict[str, list[Tensor]]]] = {}
+
+    def add(self, target: str, pattern: str | None, tensor: Tensor) -> None:
+        """Collect a tensor for a target, by the pattern of a converter or as it is."""
+        if target not in self.by_target:
+            converter = None if pattern is None else copy.deepcopy(self._converters[pattern])
+            self.by_target[target] = (converter, {})
+        converter, parts = self.by_target[target]
+        if (pattern is None) != (converter is None) or (pattern is None and parts):
+            other = next(one.name for part in parts.values() for one in part)
+            raise InvalidInputError(f"{other} and {tensor.name} would both become {target}: a tensor is made once")
+        parts.setdefault(pattern or "", []).append(tensor)
+
+
+def _by_kind(transforms: Iterable[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming  # noqa: PLC0415 - takes seconds
+
+    transforms = list(transforms)
+    return (
+        [transform for transform in transforms if isinstance(transform, WeightRenaming)],
+        [transform for transform in transforms if isinstance(transform, WeightConverter)],
+    )
+
+
+def _unwrapped_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model whose classes have their own names, by which conversions are found: FSDP2 renames them."""
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - as late as it is needed
+
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return model
+    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    with torch.device("meta"):
+        twin: PreTrainedModel = own(copy.deepcopy(model.config))
+    return twin
+
+
+def _traced(tensor: Tensor) -> Traced:
+    # An operation that moves elements does so whatever they are; those torch cannot show are shown as bytes.
+    return Traced(tensor.source, tensor.dtype, None if can_be_traced(tensor.dtype) else torch.uint8)
+
+
+def _tensors(realized: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
+    for name, made in realized.items():
+        traced = made[0] if isinstance(made, list) else made
+        if not isinstance(traced, Traced):
+            raise InvalidInputError(f"{name} would be made of values that are in no checkpoint")
+        yield name, Tensor(name, traced.stored_dtype, traced.source)
+
+
+def _put(made: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    twice = sorted(made.keys() & more.keys())
+    if twice:
+        raise InvalidInputError(f"{_listed(twice)} would be made twice: a tensor is made once")
+    made.update(more)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")

@@ -119,3 +119,47 @@ def test_torchs_own_checkpoint_becomes_a_standard_one(tmp_path: Path, capsys: py
     for name, tensor in saved.items():
         assert tensor.dtype == STATE[name].dtype
         assert torch.equal(tensor.reshape(-1).view(torch.uint8), STATE[name].reshape(-1).view(torch.uint8)), name
+
+
+RULES = """
+[[rules]]
+convert = ["layer{n}.w{x*}"]
+to = ["blocks.{n}.weight{x*}"]
+steps = [{ step = "transpose" }]
+
+[[rules]]
+rename = '^absent$'
+to = "gone"
+back = ['^gone$', "absent"]
+"""
+
+
+def test_a_file_of_rules_converts_and_reversed_leads_back(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES)
+    code, out, _ = run(capsys, str(source), str(tmp_path / "out"), "--rules", str(rules), "--json")
+    assert code == 0
+    assert json.loads(out)["unmatched_rules"] == ["rename ^absent$ -> gone"]
+    saved = read(tmp_path / "out")
+    assert torch.equal(saved["blocks.2.weight"], STATE["layer2.w"].T)
+    assert torch.equal(saved["blocks.10.weight"], STATE["layer10.w"].transpose(0, 1))
+    back = [str(tmp_path / "out"), str(tmp_path / "back"), "--rules", str(rules), "--reverse"]
+    code, out, _ = run(capsys, *back)
+    assert code == 0
+    assert "no tensor matched: rename ^gone$ -> absent" in out
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_rules_that_do_not_fit_write_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps({"rules": [{"rename": "^layer.*", "to": "w"}]}))
+    code, _, err = run(capsys, str(source), str(tmp_path / "out"), "--rules", str(rules))
+    assert code == 1
+    assert "would both become w" in err
+    rules.write_text("{}")
+    code, _, err = run(capsys, str(source), str(tmp_path / "out"), "--rules", str(rules))
+    assert (code, "rules.json" in err) == (1, True)
+    assert run(capsys, str(source), str(tmp_path / "out"), "--reverse")[0] == 2
+    assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoints import Tensor, file_of, rank_file, write_files
 
+from shardferry.convert.tensor import stored_tensor
 from shardferry.errors import CheckpointChangedError
 from shardferry.execute.gather import Part, gather
 from shardferry.execute.open import open_checkpoint
@@ -53,7 +54,8 @@ def test_any_region_comes_in_row_major_order(checkpoint: Path, data: st.DataObje
     index = open_checkpoint(checkpoint)
     wanted = {key: (name, data.draw(regions(SHAPE))) for key, name in (("a", "cut"), ("b", "one"), ("c", "cut"))}
     parts = {
-        key: Part(name, region, np.zeros(region.num_elements * 2, np.uint8)) for key, (name, region) in wanted.items()
+        key: Part(stored_tensor(name, index.tensors[name]), region, np.zeros(region.num_elements * 2, np.uint8))
+        for key, (name, region) in wanted.items()
     }
     gather(index, parts)
     for key, (_, region) in wanted.items():
@@ -65,4 +67,4 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> N
     index = open_checkpoint(write_files(tmp_path, {"model.safetensors": content}))
     write_files(tmp_path, {"model.safetensors": content + b"d"})
     with pytest.raises(CheckpointChangedError, match=r"model\.safetensors"):
-        gather(index, {"w": Part("w", whole((3,)), np.zeros(3, np.uint8))})
+        gather(index, {"w": Part(stored_tensor("w", index.tensors["w"]), whole((3,)), np.zeros(3, np.uint8))})

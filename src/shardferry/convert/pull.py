@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     counts: tuple[int, ...] = ()
 
 
-class _Digit(NamedTuple):
+class Digit(NamedTuple):
     """A factor of a dim.
 
     Attributes:
@@ -67,12 +67,12 @@ class _Digit(NamedTuple):
         return sum(stop - start for start, stop in self.held)
 
 
-_Dim = tuple[_Digit, ...]
+Dim = tuple[Digit, ...]
 _Moves = tuple[tuple[int, int], ...]
-_ONE = _Digit(1, ((0, 1),), NOWHERE, 0)
+_ONE = Digit(1, ((0, 1),), NOWHERE, 0)
 
 
-class _Frame(NamedTuple):
+class Frame(NamedTuple):
     """What is wanted of an expression.
 
     Attributes:
@@ -80,8 +80,18 @@ class _Frame(NamedTuple):
         starts: Per dim of the target where the first element goes.
     """
 
-    dims: tuple[_Dim, ...]
+    dims: tuple[Dim, ...]
     starts: tuple[int, ...]
+
+
+def frames_of(expression: Expression, region: Region) -> Iterator[tuple[Stored | Zeros | Computed, Frame]]:
+    """Yield the leaves a region is made of, and what is wanted of each, digit by digit."""
+    if not all(region.dims):
+        return
+    dims = tuple(
+        (Digit(size, held, dim, 1),) for dim, (size, held) in enumerate(zip(expression.shape, region.dims, strict=True))
+    )
+    yield from _pull(expression, Frame(dims, (0,) * len(dims)))
 
 
 def pull_back(expression: Expression, region: Region) -> Iterator[Piece]:
@@ -93,17 +103,11 @@ def pull_back(expression: Expression, region: Region) -> Iterator[Piece]:
         expression: How the target is made.
         region: Region of the target, within its shape.
     """
-    if not all(region.dims):
-        return
-    dims = tuple(
-        (_Digit(size, held, dim, 1),)
-        for dim, (size, held) in enumerate(zip(expression.shape, region.dims, strict=True))
-    )
-    for leaf, frame in _pull(expression, _Frame(dims, (0,) * len(dims))):
+    for leaf, frame in frames_of(expression, region):
         yield _piece_of_values(leaf, frame) if isinstance(leaf, Computed) else _piece(leaf, frame)
 
 
-def _pull(expression: Expression, frame: _Frame) -> Iterator[tuple[Stored | Zeros | Computed, _Frame]]:
+def _pull(expression: Expression, frame: Frame) -> Iterator[tuple[Stored | Zeros | Computed, Frame]]:
     if isinstance(expression, Stored | Zeros | Computed):
         yield expression, frame
     elif isinstance(expression, Transposed):
@@ -111,7 +115,7 @@ def _pull(expression: Expression, frame: _Frame) -> Iterator[tuple[Stored | Zero
         yield from _pull(expression.of, frame._replace(dims=tuple(frame.dims[dim] for dim in inverse)))
     elif isinstance(expression, Reshaped):
         for dims, moves in _regroup([digit for dim in frame.dims for digit in dim], list(expression.of.shape)):
-            yield from _pull(expression.of, _Frame(dims, _moved(frame.starts, moves)))
+            yield from _pull(expression.of, Frame(dims, _moved(frame.starts, moves)))
     elif isinstance(expression, Picked):
         options = [
             _pick(dim, held, size)
@@ -123,9 +127,9 @@ def _pull(expression: Expression, frame: _Frame) -> Iterator[tuple[Stored | Zero
         yield from _pull_tiles(expression, frame)
 
 
-def _pull_tiles(expression: Tiled, frame: _Frame) -> Iterator[tuple[Stored | Zeros | Computed, _Frame]]:
+def _pull_tiles(expression: Tiled, frame: Frame) -> Iterator[tuple[Stored | Zeros | Computed, Frame]]:
     for offsets, part in expression.tiles:
-        options: list[list[tuple[_Dim, _Moves]]] = []
+        options: list[list[tuple[Dim, _Moves]]] = []
         for dim, start, size, full in zip(frame.dims, offsets, part.shape, expression.shape, strict=True):
             options.append([(dim, ())] if size == full else _cut(dim, start, start + size))
             if not options[-1]:
@@ -135,10 +139,10 @@ def _pull_tiles(expression: Tiled, frame: _Frame) -> Iterator[tuple[Stored | Zer
                 yield from _pull(part, below)
 
 
-def _combine(options: Sequence[Sequence[tuple[_Dim, _Moves]]], starts: tuple[int, ...]) -> Iterator[_Frame]:
+def _combine(options: Sequence[Sequence[tuple[Dim, _Moves]]], starts: tuple[int, ...]) -> Iterator[Frame]:
     for chosen in product(*options):
         moves = tuple(move for _, moves in chosen for move in moves)
-        yield _Frame(tuple(dim for dim, _ in chosen), _moved(starts, moves))
+        yield Frame(tuple(dim for dim, _ in chosen), _moved(starts, moves))
 
 
 def _moved(starts: tuple[int, ...], moves: _Moves) -> tuple[int, ...]:
@@ -150,7 +154,7 @@ def _moved(starts: tuple[int, ...], moves: _Moves) -> tuple[int, ...]:
     return tuple(moved)
 
 
-def _cut(dim: _Dim, start: int, stop: int) -> list[tuple[_Dim, _Moves]]:
+def _cut(dim: Dim, start: int, stop: int) -> list[tuple[Dim, _Moves]]:
     """Return what is wanted of indices [start, stop) of a dim, counted from `start`."""
     if start == stop:
         return []
@@ -165,7 +169,7 @@ def _cut(dim: _Dim, start: int, stop: int) -> list[tuple[_Dim, _Moves]]:
     return [((cut, *rest), _move(digit, first))]
 
 
-def _pick(dim: _Dim, region: Intervals, size: int) -> list[tuple[_Dim, _Moves]]:
+def _pick(dim: Dim, region: Intervals, size: int) -> list[tuple[Dim, _Moves]]:
     """Return what is wanted of a dim of `size`, given what is wanted of a region of it."""
     if region == ((0, size),):
         return [(dim, ())]
@@ -181,13 +185,13 @@ def _pick(dim: _Dim, region: Intervals, size: int) -> list[tuple[_Dim, _Moves]]:
     return [((digit._replace(size=size // unit, held=held), *rest), ())]
 
 
-def _regroup(digits: Sequence[_Digit], shape: Sequence[int]) -> Iterator[tuple[tuple[_Dim, ...], _Moves]]:
+def _regroup(digits: Sequence[Digit], shape: Sequence[int]) -> Iterator[tuple[tuple[Dim, ...], _Moves]]:
     """Yield the digits as the dims of a tensor of another shape, from the last dim to the first."""
     if not shape:
         yield (), ()
         return
     rest = [digit for digit in digits if digit.size > 1]
-    taken: _Dim = ()
+    taken: Dim = ()
     need = shape[-1]
     while need > 1:
         digit = rest.pop()
@@ -207,13 +211,13 @@ def _regroup(digits: Sequence[_Digit], shape: Sequence[int]) -> Iterator[tuple[t
         yield (*dims, taken), moves
 
 
-def _split(digit: _Digit, size: int) -> Iterator[tuple[_Digit, _Digit, _Moves]]:
+def _split(digit: Digit, size: int) -> Iterator[tuple[Digit, Digit, _Moves]]:
     """Yield a digit as two, the lower one of `size`: a box of values at a time."""
     done = 0
     for rows, held in _rows(digit.held, size):
         width = sum(stop - start for start, stop in held)
-        high = _Digit(digit.size // size, rows, digit.dim, digit.step * width)
-        yield high, _Digit(size, held, digit.dim, digit.step), _move(digit, done)
+        high = Digit(digit.size // size, rows, digit.dim, digit.step * width)
+        yield high, Digit(size, held, digit.dim, digit.step), _move(digit, done)
         done += high.width * width
 
 
@@ -252,7 +256,7 @@ def _rows_of(start: int, stop: int, size: int) -> Iterator[tuple[int, int, Inter
         yield last, last + 1, ((0, stop - last * size),)
 
 
-def _simple(dim: _Dim) -> Iterator[tuple[_Digit, _Moves]]:
+def _simple(dim: Dim) -> Iterator[tuple[Digit, _Moves]]:
     """Yield a dim as single digits: one for every combination of values of all digits but the last."""
     *leading, last = dim or (_ONE,)
     size, unit = _size(dim), last.size
@@ -265,23 +269,23 @@ def _simple(dim: _Dim) -> Iterator[tuple[_Digit, _Moves]]:
         yield last._replace(size=size, held=shift(last.held, base)), moves
 
 
-def _move(digit: _Digit, by: int) -> _Moves:
+def _move(digit: Digit, by: int) -> _Moves:
     return ((digit.dim, by * digit.step),) if by and digit.dim != NOWHERE else ()
 
 
-def _add(moves: _Moves, options: Iterable[tuple[_Dim, _Moves]]) -> Iterator[tuple[_Dim, _Moves]]:
+def _add(moves: _Moves, options: Iterable[tuple[Dim, _Moves]]) -> Iterator[tuple[Dim, _Moves]]:
     for dim, more in options:
         yield dim, moves + more
 
 
-def _size(dim: Sequence[_Digit]) -> int:
+def _size(dim: Sequence[Digit]) -> int:
     size = 1
     for digit in dim:
         size *= digit.size
     return size
 
 
-def _piece(leaf: Stored | Zeros, frame: _Frame) -> Piece:
+def _piece(leaf: Stored | Zeros, frame: Frame) -> Piece:
     digits = _joined([digit for dim in frame.dims for digit in dim])
     digits, axes, target, fine = _place(digits, frame.starts)
     shape = tuple(digit.size for digit in digits)
@@ -290,14 +294,14 @@ def _piece(leaf: Stored | Zeros, frame: _Frame) -> Piece:
     return Piece(source, region, axes, target, fine)
 
 
-def _piece_of_values(leaf: Computed, frame: _Frame) -> Piece:
+def _piece_of_values(leaf: Computed, frame: Frame) -> Piece:
     """Return a piece whose region is one of the computed tensor itself: it is no file that has any shape."""
     region = Region(tuple(_merged(dim) for dim in frame.dims))
     digits, axes, target, fine = _place([digit for dim in frame.dims for digit in dim], frame.starts)
     return Piece(leaf, region, axes, target, fine, tuple(digit.width for digit in digits))
 
 
-def _merged(dim: _Dim) -> Intervals:
+def _merged(dim: Dim) -> Intervals:
     """Return the indices of a dim that its digits hold."""
     held: Intervals = ((0, 1),)
     for digit in dim:
@@ -315,9 +319,9 @@ def _merged(dim: _Dim) -> Intervals:
     return held
 
 
-def _joined(digits: Sequence[_Digit]) -> list[_Digit]:
+def _joined(digits: Sequence[Digit]) -> list[Digit]:
     """Return digits with neighbours made one wherever their values lie and land next to each other."""
-    joined: list[_Digit] = []
+    joined: list[Digit] = []
     for digit in digits:
         before = joined[-1] if joined else None
         if before is not None and (both := _join(before, digit)) is not None:
@@ -327,26 +331,26 @@ def _joined(digits: Sequence[_Digit]) -> list[_Digit]:
     return joined
 
 
-def _join(high: _Digit, low: _Digit) -> _Digit | None:
+def _join(high: Digit, low: Digit) -> Digit | None:
     dim = low.dim if high.dim == NOWHERE else high.dim
     if low.dim not in {dim, NOWHERE}:
         return None
     if high.width == 1:
         (start, _) = high.held[0]
-        return _Digit(high.size * low.size, shift(low.held, start * low.size), dim, low.step if low.width > 1 else 1)
+        return Digit(high.size * low.size, shift(low.held, start * low.size), dim, low.step if low.width > 1 else 1)
     if low.held == ((0, low.size),) and (low.size == 1 or high.step == low.step * low.size):
         held = tuple((start * low.size, stop * low.size) for start, stop in high.held)
-        return _Digit(high.size * low.size, held, dim, high.step if low.size == 1 else low.step)
+        return Digit(high.size * low.size, held, dim, high.step if low.size == 1 else low.step)
     return None
 
 
-_Placed = tuple[list[_Digit], tuple[int, ...], tuple[Interval, ...], tuple[tuple[int, int], ...]]
+_Placed = tuple[list[Digit], tuple[int, ...], tuple[Interval, ...], tuple[tuple[int, int], ...]]
 
 
-def _place(digits: Sequence[_Digit], starts: tuple[int, ...]) -> _Placed:
+def _place(digits: Sequence[Digit], starts: tuple[int, ...]) -> _Placed:
     """Return the digits, perhaps with some of size 1 in front, and how they become the target's dims."""
     missing = [dim for dim in range(len(starts)) if all(digit.dim != dim for digit in digits)]
-    digits = [*(_Digit(1, ((0, 1),), dim, 1) for dim in missing), *digits]
+    digits = [*(Digit(1, ((0, 1),), dim, 1) for dim in missing), *digits]
     order = sorted(range(len(digits)), key=lambda at: (digits[at].dim, -digits[at].step))
     if [digits[at].dim for at in order] == list(range(len(starts))) and all(
         digit.step == 1 or digit.width == 1 for digit in digits

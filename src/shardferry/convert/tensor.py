@@ -32,6 +32,11 @@ class Tensor(NamedTuple):
         return self.source.shape
 
 
+def stored_tensor(name: str, info: TensorInfo) -> Tensor:
+    """Return a tensor of a checkpoint as it is; its name is the key of its leaf."""
+    return Tensor(name, info.dtype, Stored(name, info.shape))
+
+
 def stored_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint as they are, by name, which is also the key of their leaves."""
-    return {name: Tensor(name, info.dtype, Stored(name, info.shape)) for name, info in tensors.items()}
+    """Return the tensors of a checkpoint as they are, by name."""
+    return {name: stored_tensor(name, info) for name, info in tensors.items()}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shardferry.convert.tensor import stored_tensor
 from shardferry.execute.gather import Part, gather
 from shardferry.execute.report import Progress
 from shardferry.format.dtypes import BITS
@@ -192,7 +193,14 @@ def _pieces(name: str, info: TensorInfo) -> Iterator[_Piece]:
 
 def _read(index: CheckpointIndex, buffer: Bytes, pieces: Iterable[_Piece]) -> None:
     """Read the pieces one behind the other."""
-    gather(index, {piece.key: Part(piece.name, piece.region, out) for piece, out in _placed(pieces, buffer)})
+    placed = _placed(pieces, buffer)
+    gather(
+        index,
+        {
+            piece.key: Part(stored_tensor(piece.name, index.tensors[piece.name]), piece.region, out)
+            for piece, out in placed
+        },
+    )
 
 
 def _placed(pieces: Iterable[_Piece], buffer: Bytes) -> Iterator[tuple[_Piece, Bytes]]:

@@ -80,7 +80,8 @@ def _move(
     receive = settings.buffers.get("receive", sum(receive_sizes))
     _gather(exchange, outgoing, sources, send)
     mover.all_to_all(send, send_sizes, receive, receive_sizes)
-    return _assemble(exchange, incoming, receive, settings)
+    owned = [box for box in boxes if box.owner == exchange.rank]
+    return _assemble(exchange, owned, incoming, receive, settings)
 
 
 def _gather(
@@ -90,22 +91,28 @@ def _gather(
     for box, part in outgoing:
         write = part_write(box, part, exchange.catalogue[box.name], exchange.dtypes[box.name])
         out = send[done : done + write.num_bytes]
-        data = sources[box.name].direct(write)
+        data = sources[write.memory].direct(write)
         if data is None:
-            sources[box.name].fetch(write, out)
+            sources[write.memory].fetch(write, out)
         else:
             np.copyto(out, data)
         done += write.num_bytes
 
 
 def _assemble(
-    exchange: Exchange, incoming: Sequence[tuple[Box, Part]], receive: Bytes, settings: WriteSettings
+    exchange: Exchange,
+    owned: Sequence[Box],
+    incoming: Sequence[tuple[Box, Part]],
+    receive: Bytes,
+    settings: WriteSettings,
 ) -> dict[Box, Bytes]:
-    sizes = {box: _collapsed(exchange, box.name, box).num_bytes for box, _ in incoming}
+    sizes = {box: _collapsed(exchange, box.name, box).num_bytes for box in owned}
     memory = settings.buffers.get("box", sum(sizes.values()))
     made: dict[Box, Bytes] = {}
     for box, size in sizes.items():
         made[box], memory = memory[:size], memory[size:]
+    if sum(sizes.values()) > len(receive):
+        settings.buffers.get("box", sum(sizes.values()))[...] = 0  # padding, which nobody sends
     done = 0
     for box, part in incoming:
         collapsed = _collapsed(exchange, box.name, part)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardferry.convert.ops import Stored
 from shardferry.execute.fill import execute_plan
 from shardferry.execute.load import Settings
 from shardferry.execute.memory import HostMemory, Scratch
@@ -20,6 +19,7 @@ from shardferry.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardferry.convert.tensor import Tensor
     from shardferry.format.index import CheckpointIndex
     from shardferry.geometry.region import Region
     from shardferry.storage.base import Bytes
@@ -34,12 +34,12 @@ class Part(NamedTuple):
     """A region of a tensor, and the memory that takes it.
 
     Attributes:
-        name: The tensor.
+        tensor: The tensor, as stored or made from stored ones.
         region: What to read of it.
         out: One-dimensional memory of exactly as many bytes.
     """
 
-    name: str
+    tensor: Tensor
     region: Region
     out: Bytes
 
@@ -56,9 +56,10 @@ def gather(index: CheckpointIndex, parts: Mapping[str, Part]) -> None:
         CheckpointChangedError: If a file has another size than when its header was read.
         ShardingError: If a region cuts a byte in two.
     """
-    infos = {key: index.tensors[part.name] for key, part in parts.items()}
-    wanted = (Wanted(key, Stored(part.name, infos[key].shape), part.region) for key, part in parts.items())
-    destinations = {key: HostMemory(part.out, part.region.shape, BITS[infos[key].dtype]) for key, part in parts.items()}
+    wanted = (Wanted(key, part.tensor.source, part.region) for key, part in parts.items())
+    destinations = {
+        key: HostMemory(part.out, part.region.shape, BITS[part.tensor.dtype]) for key, part in parts.items()
+    }
     where = locate(index.root)
     settings = Settings(
         num_threads=1 if where.is_local else REMOTE_THREADS,

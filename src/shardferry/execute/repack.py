@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardferry.convert.table import Converted, apply_rules
 from shardferry.errors import CheckpointError, InvalidInputError
 from shardferry.execute.gather import Part, gather
 from shardferry.format.dtypes import BITS
+from shardferry.format.problem import listed
 from shardferry.geometry.sharding import MeshLayout, Split, region_at
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.target import Target
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from shardferry.convert.rules import Rule
+    from shardferry.convert.tensor import Tensor
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.save import Write
     from shardferry.storage.base import Bytes
     from shardferry.transport.bulk import Mover
 
 
+LISTED = 5
 # What a model has beside its weights; everything else in the folder of a checkpoint is left where it is.
 EXTRA_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja", ".py"})
 
@@ -42,32 +47,34 @@ class RepackAdapter:
     def __init__(
         self,
         index: CheckpointIndex,
-        names: Mapping[str, str],
+        tensors: Mapping[str, Tensor],
         *,
         rank: int,
         world_size: int,
         cast: Callable[[Bytes, str, Bytes, str], None] | None,
         open_mover: Callable[[Callable[[], None]], AbstractContextManager[Mover]],
     ) -> None:
-        """Offer the checkpoint's tensors under new names.
+        """Offer the checkpoint's tensors under new names, or what rules make of them.
 
         Args:
             index: The checkpoint.
-            names: Its name by new name.
+            tensors: What is written, by name.
             rank: This rank.
             world_size: Ranks that share the work.
             cast: Casts floats; None if nothing is to be cast.
             open_mover: Makes what moves bytes between several ranks, for a target whose files have one writer each.
         """
         self._index = index
-        self._names = names
+        self._tensors = tensors
         self._cast = cast
         self._open_mover = open_mover
-        self.targets = [target for new, old in names.items() for target in _targets(index, new, old, rank, world_size)]
+        self.targets = [
+            target for name, tensor in tensors.items() for target in _targets(name, tensor, rank, world_size)
+        ]
 
     def source(self, name: str) -> CheckpointSource:
         """Return a tensor as something that can be read in pieces."""
-        return CheckpointSource(self._index, self._names[name], self._cast)
+        return CheckpointSource(self._index, self._tensors[name], self._cast)
 
     def content(self, name: str) -> Bytes:
         """Never called: every part is on one rank, or the same bytes of the same file."""
@@ -91,11 +98,11 @@ class CheckpointSource:
     """One tensor of a checkpoint, read when it is about to be written."""
 
     def __init__(
-        self, index: CheckpointIndex, name: str, cast: Callable[[Bytes, str, Bytes, str], None] | None
+        self, index: CheckpointIndex, tensor: Tensor, cast: Callable[[Bytes, str, Bytes, str], None] | None
     ) -> None:
-        """Read the tensor of this name."""
+        """Read a tensor, or make it of those it is made of."""
         self._index = index
-        self._name = name
+        self._tensor = tensor
         self._cast = cast
 
     def direct(self, write: Write) -> Bytes | None:  # noqa: ARG002 - nothing of it is in memory
@@ -104,7 +111,7 @@ class CheckpointSource:
 
     def fetch(self, write: Write, out: Bytes) -> None:
         """Read what is to be written, and cast it if it is written in another dtype."""
-        stored = self._index.tensors[self._name].dtype
+        stored = self._tensor.dtype
         if stored == write.dtype:
             self._read(write, out)
             return
@@ -114,7 +121,7 @@ class CheckpointSource:
         self._cast(raw, stored, out, write.dtype)
 
     def _read(self, write: Write, out: Bytes) -> None:
-        gather(self._index, {write.name: Part(self._name, write.region, out)})
+        gather(self._index, {write.name: Part(self._tensor, write.region, out)})
 
 
 def rename(names: Sequence[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -148,11 +155,26 @@ def rename(names: Sequence[str], rules: Sequence[tuple[str, str]]) -> dict[str, 
     return renamed
 
 
-def _targets(index: CheckpointIndex, new: str, old: str, rank: int, world_size: int) -> list[Target]:
+def convert(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> Converted:
+    """Return what rules make of tensors.
+
+    Raises:
+        InvalidInputError: If a rule does not fit, or leaves a tensor behind that belongs to one it takes.
+    """
+    converted = apply_rules(tensors, rules)
+    if converted.left:
+        raise InvalidInputError(
+            f"{listed(converted.left, LISTED)}: no rule says what becomes of it, but it belongs to a tensor that "
+            "the rules make something else of. Add a rule for it"
+        )
+    return converted
+
+
+def _targets(name: str, tensor: Tensor, rank: int, world_size: int) -> list[Target]:
     """Return this rank's run of a tensor's rows; what has no rows to cut at whole bytes is rank 0's alone."""
-    info = index.tensors[old]
-    if not info.shape or BITS[info.dtype] % BITS_PER_BYTE:
+    shape = tensor.shape
+    if not shape or BITS[tensor.dtype] % BITS_PER_BYTE:
         alone = MeshLayout((1,), (0,), ())
-        return [] if rank else [Target((new,), info.dtype, info.shape, info.shape, (alone,))]
+        return [] if rank else [Target((name,), tensor.dtype, shape, shape, (alone,))]
     layout = MeshLayout((world_size,), tuple(range(world_size)), (Split(0, 0),))
-    return [Target((new,), info.dtype, info.shape, region_at(info.shape, layout, rank).shape, (layout,))]
+    return [Target((name,), tensor.dtype, shape, region_at(shape, layout, rank).shape, (layout,))]

@@ -119,14 +119,18 @@ class SaveReport:
     Attributes:
         ranks: One report per rank, in rank order.
         files: The weight files, by name.
+        strategy: How the bytes got into them, and why.
         protocol: How they were published; see the explanation of publishing.
         warnings: What is odd about the result, a sentence each.
+        unmatched_rules: Conversion rules that have changed none of the model's tensors.
     """
 
     ranks: tuple[RankReport, ...]
     files: tuple[str, ...]
+    strategy: str
     protocol: str
     warnings: tuple[str, ...]
+    unmatched_rules: tuple[str, ...] = ()
 
     @property
     def total(self) -> RankReport:

@@ -53,7 +53,7 @@ def execute_writes(
 
     Args:
         writes: What to write, in file order.
-        sources: The memory of every tensor, by name.
+        sources: The memory of every tensor, by the model's name.
         files: The files, which have been created.
         settings: Staging and callbacks.
 
@@ -61,7 +61,7 @@ def execute_writes(
         StorageError: If a write fails; names the file and the offset.
     """
     for write in writes:
-        _write(files.get(write.file), write, sources[write.name], settings)
+        _write(files.get(write.file), write, sources[write.memory], settings)
 
 
 def _write(file: Writable, write: Write, source: Source, settings: WriteSettings) -> None:

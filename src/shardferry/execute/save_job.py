@@ -1,7 +1,7 @@
 """One save from start to end, on every rank of a group.
 
-1. compare: ranks tell the patterns of their tensors, the path, and the options; then one of each kind sends names, and
-   every rank knows the whole model and lays out the files.
+1. compare: ranks tell the patterns of their tensors, the path, and the options, rank 0 what the storage costs; then one
+   of each kind sends names, and every rank knows the whole model and lays out the files.
 2. check: copies that must be equal are compared by their hashes.
 3. stage: rank 0 looks at the target, refuses or goes on, and creates the files with their headers.
 4. write: every rank writes its own bytes and syncs them.
@@ -21,13 +21,15 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from shardferry.errors import InvalidInputError, ShardingError
+from shardferry.execute.costs import target_cost
 from shardferry.execute.exchange import Exchange, execute_exchange
 from shardferry.execute.meter import Buffers, Meter
 from shardferry.execute.publishing import Staging, stage
 from shardferry.execute.report import Progress, RankReport, SaveReport, rank_report_from_bytes
 from shardferry.execute.save import Source, WriteSettings, execute_writes
+from shardferry.execute.topology import nodes_of
 from shardferry.execute.uploading import Uploading
-from shardferry.format.problem import listed
+from shardferry.format.problem import listed, shown
 from shardferry.format.writer import TensorSpec
 from shardferry.plan.catalogue import (
     Held,
@@ -37,12 +39,14 @@ from shardferry.plan.catalogue import (
     replica_names,
     spokesmen,
 )
-from shardferry.plan.exchange import needs_exchange, plan_rounds
+from shardferry.plan.costmodel import cost_model_from_json, cost_model_to_json
+from shardferry.plan.exchange import choose_exchange, plan_rounds
 from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import CheckpointLayout, lay_out_checkpoint
 from shardferry.plan.save import plan_save
 from shardferry.plan.streams import plan_owners, plan_streams
 from shardferry.plan.target import region_of
+from shardferry.plan.unconvert import unconvert
 from shardferry.storage.location import is_remote, local_path
 from shardferry.storage.url import redact
 from shardferry.transport.solo import SoloMover
@@ -54,6 +58,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from shardferry.convert.rules import Rule
+    from shardferry.convert.table import Conversions
+    from shardferry.plan.costmodel import CostModel
     from shardferry.plan.save import Write
     from shardferry.plan.target import Target
     from shardferry.storage.base import Bytes
@@ -71,6 +78,7 @@ ROUND_BYTES = 16 * MIB
 # What a round holds at most: a box, what is sent, what is received, and what a cast gathers beside it.
 BUFFERS_PER_BOX = 8
 DIGEST_BYTES = 8
+UPLOADED = "exchange: an object store takes a file as parts from one sender, so every file has a rank that sends it"
 
 
 class SaveAdapter(Protocol):
@@ -109,6 +117,7 @@ class SaveRequest:
         dtype: safetensors dtype in which floating tensors are written; None keeps each one's own.
         replicas: Whether copies declared equal are believed or compared.
         given_names: Names for which the caller gave shardings, but for those this rank itself has.
+        conversions: Rules that lead from the checkpoint's names and shapes to the model's; undone here.
         metadata: `__metadata__` of every file.
         files_like: File of each name in a checkpoint whose assignment is kept.
         hub_limits: Whether an index that the Hub's tools refuse is an error.
@@ -122,6 +131,7 @@ class SaveRequest:
     dtype: str | None
     replicas: Literal["trust", "check"]
     given_names: Collection[str]
+    conversions: tuple[Rule, ...] | Conversions
     metadata: Mapping[str, str]
     files_like: Mapping[str, str] | None
     hub_limits: bool
@@ -130,18 +140,37 @@ class SaveRequest:
 
 
 class _Model(NamedTuple):
-    """What every rank knows once all have told."""
+    """What every rank knows once all have told.
 
+    Attributes:
+        held: Every tensor of the job, by the model's name.
+        catalogue: Every tensor to write, by the name it is written under.
+        dtypes: The dtype each is written in.
+        layout: How they are laid out over files.
+        unmatched: Conversion rules that change none.
+        cost: The storage that is written to, as rank 0 sees it; None for an object store, where it decides nothing.
+    """
+
+    held: Mapping[str, Held]
     catalogue: Mapping[str, Held]
     dtypes: Mapping[str, str]
     layout: CheckpointLayout
+    unmatched: tuple[str, ...]
+    cost: CostModel | None
 
 
 class _Plan(NamedTuple):
-    """What one rank does."""
+    """What one rank does.
+
+    Attributes:
+        writes: What it writes by itself.
+        exchange: What is written after an exchange.
+        strategy: Why so, in words.
+    """
 
     writes: tuple[Write, ...]
     exchange: Exchange
+    strategy: str
 
 
 class _Work(NamedTuple):
@@ -163,7 +192,7 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
     with mine.timed("compare"):
         model = _compare(group, adapter, request)
     with mine.timed("check"):
-        _check_replicas(group, adapter, model.catalogue, request)
+        _check_replicas(group, adapter, model.held, request)
     with mine.timed("stage"):
         plan, staging = _stage(group, adapter, model, request)
     with staging.released():
@@ -172,7 +201,8 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
             staging.publish()
     files = tuple(file.name for file in model.layout.files)
     reports = (*reports[: group.rank], mine, *reports[group.rank + 1 :])  # others' time to publish is not known here
-    report = SaveReport(reports, files, staging.protocol, (*model.layout.warnings, *staging.remarks))
+    remarks = (*model.layout.warnings, *staging.remarks)
+    report = SaveReport(reports, files, plan.strategy, staging.protocol, remarks, model.unmatched)
     if group.rank == 0:
         logger.info(
             "saved %s: %s bytes from %s ranks", redact(request.path), report.total.bytes_written, group.world_size
@@ -187,15 +217,18 @@ def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model
 
     def tell() -> bytes:
         inventory = inventory_to_bytes(adapter.targets, group.rank).decode()
-        return json.dumps([said, sorted(request.given_names), inventory]).encode()
+        cost = None if group.rank or remote else cost_model_to_json(target_cost(where))
+        return json.dumps([said, sorted(request.given_names), inventory, cost]).encode()
 
     told = [json.loads(data) for data in together(group, "compare models", tell)]
-    _check_same_call([said for said, _, _ in told])
-    inventories = [inventory.encode() for _, _, inventory in told]
+    _check_same_call([said for said, *_ in told])
+    inventories = [inventory.encode() for _, _, inventory, _ in told]
+    cost = told[0][3] and cost_model_from_json(json.dumps(told[0][3]).encode(), "rank 0's cost model")
     speaks = any(ranks[0] == group.rank for ranks in spokesmen(inventories).values())
     names = group.exchange("share names", names_to_bytes(adapter.targets) if speaks else b"")
-    catalogue = make_catalogue(inventories, names)
-    _check_given_names({name for _, given, _ in told for name in given}, catalogue)
+    held = make_catalogue(inventories, names)
+    _check_given_names({name for _, given, *_ in told for name in given}, held)
+    catalogue, unmatched = unconvert(held, request.conversions) if request.conversions else (held, ())
     dtypes = {name: _written_dtype(held.dtype, request.dtype) for name, held in catalogue.items()}
     layout = lay_out_checkpoint(
         {name: TensorSpec(dtypes[name], held.shape) for name, held in catalogue.items()},
@@ -204,21 +237,33 @@ def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model
         files_like=request.files_like,
         hub_limits=request.hub_limits,
     )
-    return _Model(catalogue, dtypes, layout)
+    return _Model(held, catalogue, dtypes, layout, unmatched, cost)
 
 
 def _options(request: SaveRequest) -> list[object]:
-    return [request.max_shard_bytes, request.on_existing, request.dtype, request.replicas, dict(request.metadata)]
+    return [
+        request.max_shard_bytes,
+        request.on_existing,
+        request.dtype,
+        request.replicas,
+        dict(request.metadata),
+        repr(request.conversions) if isinstance(request.conversions, tuple) else "auto",
+    ]
 
 
 def _check_same_call(said: Sequence[str]) -> None:
     for rank, other in enumerate(said):
         if other != said[0]:
             (path, options), (other_path, other_options) = json.loads(said[0]), json.loads(other)
-            what = (path, other_path) if path != other_path else (options, other_options)
+            if path != other_path:
+                message = (
+                    f"ranks save to different places: rank 0 to {shown(path)}, rank {rank} to {shown(other_path)}. "
+                    "Give every rank the same absolute path: a relative one begins at each rank's own working directory"
+                )
+                raise InvalidInputError(message)
             message = (
-                f"ranks call this save differently: rank 0 with {what[0]}, rank {rank} with {what[1]}. Give every rank "
-                "the same absolute path and the same options"
+                f"ranks call this save differently: rank 0 with {options}, rank {rank} with {other_options}. "
+                "Give every rank the same options"
             )
             raise InvalidInputError(message)
 
@@ -273,9 +318,10 @@ def _stage(
     group: Group, adapter: SaveAdapter, model: _Model, request: SaveRequest
 ) -> tuple[_Plan, Staging | Uploading]:
     """Plan what this rank writes, and make ready what it writes to. Collective."""
-    if not is_remote(request.path):
+    if model.cost is not None:
+        plan = _plan(group, model, request, model.cost)
         path = local_path(request.path)
-        return _plan(group, model, request), stage(group, path, model.layout, request.on_existing, adapter.write_extras)
+        return plan, stage(group, path, model.layout, request.on_existing, adapter.write_extras)
     owners = plan_owners(model.layout.files, group.world_size)
     rounds = plan_streams(
         model.catalogue,
@@ -286,24 +332,23 @@ def _stage(
     )
     uploading = Uploading(group, request.path, model.layout, owners)
     uploading.begin(request.on_existing, adapter.write_extras)
-    return _Plan((), Exchange(rounds, model.catalogue, model.dtypes, group.rank, group.world_size)), uploading
+    exchange = Exchange(rounds, model.catalogue, model.dtypes, group.rank, group.world_size)
+    return _Plan((), exchange, UPLOADED), uploading
 
 
-def _plan(group: Group, model: _Model, request: SaveRequest) -> _Plan:
-    exchanged = frozenset(
-        name
-        for name, held in model.catalogue.items()
-        if group.world_size > 1 and needs_exchange(held, model.dtypes[name])
-    )
+def _plan(group: Group, model: _Model, request: SaveRequest, cost: CostModel) -> _Plan:
+    box_bytes = min(BOX_BYTES, request.budget_bytes // BUFFERS_PER_BOX)
+    nodes = nodes_of(group.hosts, None)
+    exchanged, why = choose_exchange(model.catalogue, model.dtypes, cost, nodes, box_bytes=box_bytes)
     rounds = plan_rounds(
         model.catalogue,
         model.layout.files,
         model.dtypes,
         exchanged=exchanged,
-        box_bytes=min(BOX_BYTES, request.budget_bytes // BUFFERS_PER_BOX),
+        box_bytes=box_bytes,
     )
     writes = plan_save(model.catalogue, model.layout.files, model.dtypes, rank=group.rank, exchanged=exchanged)
-    return _Plan(writes, Exchange(rounds, model.catalogue, model.dtypes, group.rank, group.world_size))
+    return _Plan(writes, Exchange(rounds, model.catalogue, model.dtypes, group.rank, group.world_size), why)
 
 
 def _mover(work: _Work) -> AbstractContextManager[Mover]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardferry.errors import ShardingError
 from shardferry.geometry.region import Region
@@ -35,11 +35,36 @@ class Held:
         shape: Global shape, in elements as files count them.
         layout: How it is cut; None for a tensor nobody declared to be cut, which each of its ranks holds whole.
         ranks: The ranks that have it, ascending.
+        memory: What the model calls it, if that is not the name it is written under.
+        parts: Where its elements are, if it is made from tensors of the model by conversion rules.
     """
 
     dtype: str
     shape: tuple[int, ...]
     layout: Layout | None
+    ranks: tuple[int, ...]
+    memory: str = ""
+    parts: tuple[MadePart, ...] = ()
+
+
+class MadePart(NamedTuple):
+    """Elements of a tensor to write that some ranks hold of one tensor of the model.
+
+    Attributes:
+        memory: What the model calls that tensor.
+        held: That tensor.
+        region: Where the elements are in the tensor to write.
+        origin: Where they are in the model's tensor.
+        axes: Per dim of `region` the dim of `origin` with the same indices in the same order; -1 for one index that
+            has none.
+        ranks: The ranks that may write them.
+    """
+
+    memory: str
+    held: Held
+    region: Region
+    origin: Region
+    axes: tuple[int, ...]
     ranks: tuple[int, ...]
 
 

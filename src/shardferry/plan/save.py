@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardferry.errors import ShardingError
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.atoms import atoms_of
-from shardferry.geometry.pieces import ALIGNED_ELEMENTS, byte_boxes, part_at
+from shardferry.geometry.pieces import ALIGNED_ELEMENTS, byte_boxes, intersect, part_at
 from shardferry.geometry.region import Region, positions, select
 from shardferry.geometry.sharding import Sharding
 from shardferry.geometry.spans import Collapsed, collapse
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardferry.format.writer import FileLayout
+    from shardferry.geometry.region import Interval
     from shardferry.plan.catalogue import Held
     from shardferry.plan.target import Layout
 
@@ -44,6 +45,9 @@ class Write(NamedTuple):
         shape: Global shape of the tensor.
         region: What to write of it.
         local: The same elements by their positions in this rank's local tensor.
+        memory: What the model calls that tensor.
+        axes: None if `local` has the dims of `region`; else per dim of `region` the dim of `local` that it is, -1 for
+            none. Dims of `local` that are not named have one position.
     """
 
     name: str
@@ -53,6 +57,16 @@ class Write(NamedTuple):
     shape: tuple[int, ...]
     region: Region
     local: Region
+    memory: str
+    axes: tuple[int, ...] | None = None
+
+    @property
+    def local_order(self) -> tuple[int, ...]:
+        """The dims of the local tensor in the order in which they are written."""
+        if self.axes is None:
+            return tuple(range(len(self.local.dims)))
+        unnamed = (dim for dim in range(len(self.local.dims)) if dim not in self.axes)
+        return (*unnamed, *(axis for axis in self.axes if axis >= 0))
 
     @property
     def collapsed(self) -> Collapsed:
@@ -101,9 +115,11 @@ def local_write(  # noqa: PLR0917 - the fields of a write
     name: str, file: str, start: int, dtype: str, held: Held, region: Region, rank: int
 ) -> Write:
     """Return the write of a region by a rank that holds it."""
+    if held.parts:
+        return _made_write(Write(name, file, start, dtype, held.shape, region, region, ""), held, rank)
     mine = region_of(held.layout, held.shape, rank)
     local = Region(tuple(map(positions, region.dims, mine.dims if mine else ())))
-    return Write(name, file, start, dtype, held.shape, region, local)
+    return Write(name, file, start, dtype, held.shape, region, local, held.memory or name)
 
 
 class Piece(NamedTuple):
@@ -119,12 +135,14 @@ class Piece(NamedTuple):
 
 def pieces_of(held: Held, bits: int) -> tuple[Piece, ...]:
     """Return the pieces that are every element of a tensor once; the same for all tensors of a kind."""
+    if held.parts:
+        return tuple(Piece(part.region, part.ranks) for part in held.parts)
     return _pieces(held.shape, held.layout, holders(held), bits)
 
 
 def check_whole(name: str, held: Held) -> None:
     """Raise `ShardingError` unless every element of a tensor is on some rank."""
-    gap = _gap(held.shape, held.layout, holders(held))
+    gap = None if held.parts else _gap(held.shape, held.layout, holders(held))
     if gap is not None:
         first = ", ".join(f"{dim[0][0]}-{dim[0][1]}" for dim in gap.dims)
         message = (
@@ -137,7 +155,31 @@ def check_whole(name: str, held: Held) -> None:
 def split_write(write: Write, max_bytes: int) -> Iterator[Write]:
     """Yield writes of at most `max_bytes`, or of a few innermost elements, that do what `write` does."""
     for box in byte_boxes(write.region.shape, BITS[write.dtype], max_bytes):
-        yield write._replace(region=part_at(write.region, box), local=part_at(write.local, box))
+        local = box if write.axes is None else _local_box(write, box)
+        yield write._replace(region=part_at(write.region, box), local=part_at(write.local, local))
+
+
+def _local_box(write: Write, box: Sequence[Interval]) -> list[Interval]:
+    assert write.axes is not None
+    runs = [(0, size) for size in write.local.shape]
+    for axis, run in zip(write.axes, box, strict=True):
+        if axis >= 0:
+            runs[axis] = run
+    return runs
+
+
+def _made_write(write: Write, held: Held, rank: int) -> Write:
+    """Return a write of a tensor that is made from others with the place of its elements in one of those."""
+    part = next(part for part in held.parts if intersect(part.region, write.region) == write.region)
+    dims = list(part.origin.dims)
+    for inner, outer, axis in zip(write.region.dims, part.region.dims, part.axes, strict=True):
+        if axis >= 0:
+            runs = (select(part.origin.dims[axis], *run) for run in positions(inner, outer))
+            dims[axis] = tuple(interval for run in runs for interval in run)
+    mine = region_of(part.held.layout, part.held.shape, rank)
+    assert mine is not None
+    local = Region(tuple(map(positions, dims, mine.dims)))
+    return write._replace(local=local, memory=part.memory, axes=part.axes)
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.geometry.sharding import MeshLayout
 from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import parse_size
+from shardferry.torch.conversions import chosen_conversions
 from shardferry.torch.dtypes import dtype_name
 from shardferry.torch.entries import Entry, make_target, model_entries, state_dict_entries
 from shardferry.torch.extras import write_extras
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardferry.execute.report import Progress, SaveReport
     from shardferry.plan.target import Target
     from shardferry.storage.base import Bytes
+    from shardferry.torch.conversions import GivenConversions
     from shardferry.torch.extras import Savable
     from shardferry.torch.shardings import GivenSharding
 
@@ -50,6 +52,9 @@ class SaveOptions(TypedDict, total=False):
         dtype: Cast floating tensors (F16, BF16, F32, F64) to this dtype while writing; nothing else is ever cast.
         shardings: How tensors are truly cut, by name, for those whose own layout does not tell: a mesh and placements
             that apply left to right, or a `Sharding`. Wins over what a DTensor says.
+        conversions: Rules that lead from the checkpoint's names and shapes to the model's, as for a load; they are
+            undone, so that what is saved has the checkpoint's. See `shardferry.conversions`. `"auto"` takes those of a
+            transformers model's family from transformers itself.
         replicas: `"trust"` (default) writes one copy of what is declared replicated, cut over its holders if it is
             large; `"check"` compares the copies first and refuses those that differ. Plain tensors nobody declared
             are always compared.
@@ -65,6 +70,7 @@ class SaveOptions(TypedDict, total=False):
 
     dtype: torch.dtype | None
     shardings: Mapping[str, GivenSharding]
+    conversions: GivenConversions
     replicas: Literal["trust", "check"]
     metadata: Mapping[str, str]
     files_like: str | os.PathLike[str] | None
@@ -117,7 +123,8 @@ def save_model(
         entries = model_entries(unwrapped)
         known = {name for entry in entries for name in entry.names}
         saver = _Saver(_entries_to_write(unwrapped, entries), unwrapped, options)
-        return saver, _request(path, max_shard_size, on_existing, known, options)
+        request = _request(path, max_shard_size, on_existing, known, options)
+        return saver, replace(request, conversions=chosen_conversions(options.get("conversions", ()), unwrapped))
 
     return _run(prepare, options)
 
@@ -154,7 +161,11 @@ def save_state_dict(
     def prepare() -> tuple[_Saver, SaveRequest]:
         cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
         entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
-        return _Saver(entries, None, options), _request(path, max_shard_size, on_existing, set(state_dict), options)
+        saver, request = (
+            _Saver(entries, None, options),
+            _request(path, max_shard_size, on_existing, set(state_dict), options),
+        )
+        return saver, replace(request, conversions=chosen_conversions(options.get("conversions", ()), model))
 
     return _run(prepare, options)
 
@@ -221,6 +232,7 @@ def _request(
         dtype=None if dtype is None else _float_name(dtype),
         replicas=_one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
         given_names=set(options.get("shardings", {})) - known,
+        conversions=(),
         metadata={"format": "pt", **options.get("metadata", {})},
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),

@@ -34,7 +34,7 @@ class TensorSource:
 
     def direct(self, write: Write) -> Bytes | None:
         """Return the contiguous memory that holds exactly what is to be written, or None."""
-        if self._memory is None or write.dtype != self._dtype:
+        if self._memory is None or write.dtype != self._dtype or write.local_order != tuple(range(len(self._shape))):
             return None
         if write.local == whole(self._shape):
             return self._memory
@@ -52,7 +52,9 @@ class TensorSource:
         if per_item > 1:
             dims[-1] = tuple((start // per_item, stop // per_item) for start, stop in dims[-1])
         sizes = [sum(stop - start for start, stop in intervals) for intervals in dims]
-        target = torch.from_numpy(out).view(dtype).reshape(sizes)
+        order = write.local_order
+        inverse = [order.index(dim) for dim in range(len(order))]
+        target = torch.from_numpy(out).view(dtype).reshape([sizes[dim] for dim in order]).permute(inverse)
         for pieces in product(*(_with_places(intervals) for intervals in dims)):
             place = tuple(slice(*place) for _, place in pieces)
             target[place].copy_(self._local[tuple(slice(*held) for held, _ in pieces)])

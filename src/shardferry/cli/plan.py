@@ -15,6 +15,7 @@ from shardferry.execute.open import open_checkpoint
 from shardferry.plan.describe import estimate_to_json, summary
 from shardferry.plan.estimate import choose_strategy
 from shardferry.plan.simulate import consecutive_nodes, parse_mesh, parse_rule, simulate_job
+from shardferry.storage.url import redact
 from shardferry.units import format_bytes
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def plan(  # noqa: PLR0913 - the options of the command line
     job = simulate_job(index, axes, shard_rules)
     estimate = choose_strategy(job, index, nodes, model or storage_cost(index.root), read_once=read_once)
     if as_json:
-        click.echo(json.dumps({"path": path, **estimate_to_json(estimate)}, allow_nan=False))
+        click.echo(json.dumps({"path": redact(path), **estimate_to_json(estimate)}, allow_nan=False))
         return
     job_line, cost_line, *decision = summary(estimate)
     click.echo(job_line)

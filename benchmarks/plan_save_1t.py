@@ -27,7 +27,8 @@ from benchmarks.measure import own_peak_bytes, timed
 from shardferry.format.writer import TensorSpec
 from shardferry.geometry.sharding import region_at
 from shardferry.plan.catalogue import inventory_to_bytes, make_catalogue, names_to_bytes, replica_names, spokesmen
-from shardferry.plan.exchange import needs_exchange, plan_rounds, turn_of
+from shardferry.plan.costmodel import PRESETS
+from shardferry.plan.exchange import choose_exchange, plan_rounds, turn_of
 from shardferry.plan.packing import lay_out_checkpoint, parse_size
 from shardferry.plan.save import plan_save
 from shardferry.plan.target import Target
@@ -77,7 +78,8 @@ def measure(folder: Path) -> dict[str, float | int]:
         )
     with timed(seconds, "plan exchange"):
         replica_names(catalogue, RANK, check_declared=False)
-        exchanged = frozenset(name for name, held in catalogue.items() if needs_exchange(held, dtypes[name]))
+        nodes = [rank // 8 for rank in range(len(inventories))]
+        exchanged, _ = choose_exchange(catalogue, dtypes, PRESETS["network_mount"], nodes, box_bytes=8 * MIB)
         rounds = plan_rounds(catalogue, layout.files, dtypes, exchanged=exchanged, box_bytes=8 * MIB)
         mine = [turn_of(boxes, catalogue, dtypes, RANK) for boxes in rounds]
     with timed(seconds, "plan writes"):

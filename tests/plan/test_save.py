@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,12 +25,28 @@ from shardferry.plan.catalogue import (
     replica_names,
     spokesmen,
 )
-from shardferry.plan.exchange import needs_exchange, part_write, parts_of, plan_rounds, turn_of
+from shardferry.plan.costmodel import PRESETS, CostModel
+from shardferry.plan.exchange import (
+    Choice,
+    choose_exchange,
+    direct_row_bytes,
+    part_write,
+    parts_of,
+    plan_rounds,
+    turn_of,
+)
 from shardferry.plan.save import SPLIT_MIN_BYTES, Write, plan_save, split_write
 from shardferry.plan.target import Target
 from shardferry.testing.strategies import mesh_layouts, shapes
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 NOTHING: frozenset[str] = frozenset()
+LOCAL = PRESETS["local"]
+ROWS = MeshLayout((2,), (0, 1), (Split(0, 0),))
+COLUMNS = MeshLayout((2,), (0, 1), (Split(0, 1),))
+SHAPES = {"thin": (128, 256), "just thin": (128, 2 * 65000), "long": (128, 2 * 65536), "few": (8, 256)}
 
 
 def one_file(catalogue: dict[str, Held], width: int = 1) -> FileLayout:
@@ -145,13 +163,54 @@ def test_a_rank_of_the_mesh_that_does_not_take_part_is_missed() -> None:
         writes_of({"w": Held("U8", (4, 4), rows, (0,))}, 0)
 
 
-def test_only_thin_rows_are_exchanged() -> None:
-    rows = MeshLayout((2,), (0, 1), (Split(0, 0),))
-    columns = MeshLayout((2,), (0, 1), (Split(0, 1),))
-    assert not needs_exchange(Held("U8", (128, 256), rows, (0, 1)), "U8")
-    assert needs_exchange(Held("U8", (128, 256), columns, (0, 1)), "U8")
-    assert not needs_exchange(Held("U8", (128, 1 << 18), columns, (0, 1)), "U8")
-    assert not needs_exchange(Held("U8", (8, 256), columns, (0, 1)), "U8")
+def choice_of(
+    shapes: Mapping[str, tuple[int, ...]],
+    cost: CostModel,
+    nodes: tuple[int, ...] = (0, 0),
+    layout: MeshLayout = COLUMNS,
+) -> Choice:
+    catalogue = {name: Held("U8", shape, layout, (0, 1)) for name, shape in shapes.items()}
+    return choose_exchange(catalogue, dict.fromkeys(shapes, "U8"), cost, nodes, box_bytes=8 << 20)
+
+
+def test_only_tensors_that_would_be_written_in_many_thin_rows_are_exchanged() -> None:
+    """On a local disk a row of 64 KiB is worth a write of its own, as it was measured to be."""
+    exchanged, why = choice_of(SHAPES, LOCAL)
+    assert exchanged == {"thin", "just thin"}
+    assert why == (
+        "exchange for 2 of 4 tensors: rows of 128 B to 63.5 KiB are below 64.0 KiB, where a request costs more than to "
+        "send them to one writer (preset local); holders write the others"
+    )
+
+
+def test_a_save_without_thin_rows_is_direct_and_says_so() -> None:
+    exchanged, why = choice_of(SHAPES, LOCAL, layout=ROWS)
+    assert not exchanged
+    assert why == "direct: holders write their own bytes, none in many rows below 64.0 KiB (preset local)"
+    assert choice_of(SHAPES, LOCAL, (0,)).why == "direct: one rank writes everything"
+
+
+@pytest.mark.parametrize(
+    ("cost", "nodes", "limit"),
+    [
+        (LOCAL, (0, 0), 64 << 10),
+        (replace(LOCAL, seek_bytes=32 << 10), (0, 0), 16 << 10),  # a request costs less
+        (replace(LOCAL, local_bandwidth=1 << 28), (0, 0), 16 << 10),  # sending costs more
+        (replace(LOCAL, node_bandwidth=1 << 32), (0, 0), 32 << 10),  # a seek takes less time
+        (replace(LOCAL, interconnect_bandwidth=1 << 30), (0, 1), 64 << 10),
+        (replace(LOCAL, interconnect_bandwidth=1 << 30), (0, 0, 1, 1), 32 << 10),  # two ranks share a link
+        (replace(LOCAL, interconnect_bandwidth=1 << 30), (0, 0, 0, 0), 64 << 10),
+        (PRESETS["network_mount"], (0, 1), 1 << 20),  # what a client sends at a time
+    ],
+)
+def test_how_long_rows_must_be_to_be_written_alone_follows_from_the_cost_model(
+    cost: CostModel, nodes: tuple[int, ...], limit: int
+) -> None:
+    assert direct_row_bytes(cost, nodes, 8 << 20) == limit
+
+
+def test_rows_of_half_a_box_are_not_exchanged() -> None:
+    assert direct_row_bytes(PRESETS["network_mount"], (0, 1), 1 << 16) == 1 << 15
 
 
 def catalogue_of(by_rank: list[list[Target]]) -> dict[str, Held]:

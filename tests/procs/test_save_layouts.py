@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardferry.torch as sf
 from shardferry.errors import RankFailedError, ShardingError
+from shardferry.execute.costs import mount_below, preset_of, remember
+from shardferry.plan.costmodel import PRESETS
 
 from .test_load_layouts import (
     SHARDERS,
@@ -31,7 +36,6 @@ from .test_load_layouts import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import nn
     from torch.distributed.tensor import Placement
@@ -264,17 +268,58 @@ def test_one_ranks_failure_publishes_nothing_and_leaves_nothing(ranks: RankPool,
 
 
 def save_elsewhere(folder: str) -> str:
+    """Each rank saves to "out" from a working directory of its own."""
+    here = Path(folder, f"rank-{dist.get_rank()}")
+    here.mkdir()
+    before = Path.cwd()
+    os.chdir(here)
     try:
-        sf.save_state_dict({"w": torch.zeros(2)}, f"{folder}/{dist.get_rank()}")
+        sf.save_state_dict({"w": torch.zeros(2)}, "out")
     except ValueError as error:
         return str(error)
+    finally:
+        os.chdir(before)
     return "saved"
 
 
-def test_ranks_that_give_different_paths_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    for message in ranks(2).run(save_elsewhere, str(tmp_path)):
-        assert "ranks call this save differently: rank 0 with" in message
-    assert list(tmp_path.iterdir()) == []
+def test_ranks_in_different_working_directories_are_told_where_each_would_save(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(2).run(save_elsewhere, str(tmp_path))
+    assert first == second
+    assert f"rank 0 to '{tmp_path}/rank-0/out', rank 1 to '{tmp_path}/rank-1/out'. Give every rank the same" in first
+    assert [path for path in tmp_path.rglob("*") if path.parent != tmp_path] == []
+
+
+def save_telling_how(folder: str, caches: tuple[str, str]) -> str:
+    """Save rows and columns; each rank believes what its own cache says of the storage."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(128 * 512.0).reshape(128, 512)
+    tensors = {name: distribute_tensor(whole, mesh, [Shard(dim)]) for dim, name in enumerate(("rows", "columns"))}
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = caches[dist.get_rank()]
+    try:
+        return sf.save_state_dict(tensors, folder).strategy
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+        os.environ.update({} if before is None else {"XDG_CACHE_HOME": before})
+
+
+def test_rank_zeros_cost_model_chooses_how_to_write_and_the_report_says_why(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a request costs little, thin rows are written by their holders; the file is the same."""
+    empty, probed = str(tmp_path / "empty"), str(tmp_path / "probed")
+    monkeypatch.setenv("XDG_CACHE_HOME", probed)
+    mount = mount_below(tmp_path)
+    remember(mount, replace(PRESETS["local"], seek_bytes=1024, source="measured for this test"))
+    told = ranks(2).run(save_telling_how, str(tmp_path / "a"), (empty, probed))
+    if preset_of(mount) == PRESETS["local"]:
+        first, second = told
+        assert first == second
+        assert first.startswith("exchange for 1 of 2 tensors: rows of 1.00 KiB are below 64.0 KiB")
+        assert first.endswith("(preset local); holders write the others")
+    told = ranks(2).run(save_telling_how, str(tmp_path / "b"), (probed, empty))
+    assert told == ["direct: holders write their own bytes, none in many rows below 512 B (measured for this test)"] * 2
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 def round_trip(folder: str) -> list[str]:

@@ -73,6 +73,21 @@ def storage_cost(root: str) -> CostModel:
     return cost_model_for(root)
 
 
+def target_cost(path: str) -> CostModel:
+    """Return what the storage costs on which something will be: that of the nearest folder above it that is there.
+
+    Args:
+        path: A path of this machine.
+
+    Raises:
+        StorageError: If not even the root can be looked at.
+    """
+    there = Path(path).absolute()
+    while not os.path.exists(there) and there != there.parent:  # noqa: PTH110 - False for what can be no path
+        there = there.parent
+    return cost_model_for(there)
+
+
 def named_cost_model(name: str) -> CostModel:
     """Return the preset of this name, or the model in the file of this name.
 

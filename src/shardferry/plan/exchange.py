@@ -8,6 +8,7 @@ pure function of the catalogue, so all ranks know every size beforehand and none
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,19 +18,20 @@ from shardferry.geometry.region import Region, select, whole
 from shardferry.geometry.spans import collapse
 from shardferry.plan.catalogue import holders
 from shardferry.plan.save import Write, local_write, pieces_of
-from shardferry.units import KIB
+from shardferry.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardferry.format.writer import FileLayout
     from shardferry.plan.catalogue import Held
+    from shardferry.plan.costmodel import CostModel
 
-# Rows of at least this many bytes are written by themselves (measured on a local disk: 64 KiB rows cost 1.2x one long
-# write, 16 KiB rows 1.8x, and an exchange 1.1-1.6x).
-DIRECT_ROW_BYTES = 64 * KIB
 # Fewer rows are written by themselves however thin: a round of an exchange costs more (a guess).
 EXCHANGE_MIN_ROWS = 64
+# Rows of so many bytes are never exchanged: clients of network filesystems send what they are given in requests of
+# about this size (NFS' largest is 1 MiB, Lustre's 1-4 MiB), many of them at a time, so longer writes gain nothing.
+MAX_EXCHANGED_ROW_BYTES = MIB
 
 
 class Box(NamedTuple):
@@ -69,9 +71,63 @@ class Turn(NamedTuple):
     incoming: tuple[tuple[Box, Part], ...]
 
 
-def needs_exchange(held: Held, dtype: str) -> bool:
-    """Return whether some rank would have to write a tensor in thin rows."""
-    return _has_thin_rows(held, BITS[dtype])
+class Choice(NamedTuple):
+    """Which tensors travel to the ranks that write them.
+
+    Attributes:
+        exchanged: Their names; the holders of all others write their own bytes.
+        why: What is done and why, in words.
+    """
+
+    exchanged: frozenset[str]
+    why: str
+
+
+def choose_exchange(
+    catalogue: Mapping[str, Held], dtypes: Mapping[str, str], cost: CostModel, nodes: Sequence[int], *, box_bytes: int
+) -> Choice:
+    """Return which tensors are exchanged: those of which a rank would write many rows that are cheaper to send.
+
+    Args:
+        catalogue: Every tensor of the job.
+        dtypes: The dtype each is written in.
+        cost: The storage that is written to, and the links between ranks.
+        nodes: The node of every rank.
+        box_bytes: Most bytes that an exchange writes at once.
+    """
+    if len(nodes) == 1:
+        return Choice(frozenset(), "direct: one rank writes everything")
+    limit = direct_row_bytes(cost, nodes, box_bytes)
+    rows = {name: _thinnest_rows(held, BITS[dtypes[name]], EXCHANGE_MIN_ROWS) for name, held in catalogue.items()}
+    thin = {name: num_bytes for name, num_bytes in rows.items() if num_bytes < limit}
+    if not thin:
+        why = f"direct: holders write their own bytes, none in many rows below {format_bytes(limit)} ({cost.source})"
+        return Choice(frozenset(), why)
+    sizes = list(dict.fromkeys(format_bytes(int(num_bytes)) for num_bytes in sorted(thin.values())))
+    why = (
+        f"exchange for {len(thin)} of {len(rows)} tensors: rows of {' to '.join(sizes[:1] + sizes[1:][-1:])} are below "
+        f"{format_bytes(limit)}, where a request costs more than to send them to one writer ({cost.source})"
+    )
+    return Choice(frozenset(thin), why if len(thin) == len(rows) else f"{why}; holders write the others")
+
+
+def direct_row_bytes(cost: CostModel, nodes: Sequence[int], box_bytes: int) -> int:
+    """Return how long rows must be for their holder to write them by itself.
+
+    By itself a row costs one more request, which is `seek_bytes` at the node's bandwidth; in an exchange it costs its
+    bytes once more, at the bandwidth of its rank's link. On the preset of a local disk that is 64 KiB, and so it was
+    measured on one: 64 KiB rows cost 1.2x one long write, 16 KiB rows 1.8x, an exchange 1.1-1.6x. An exchange writes
+    boxes, so rows of half a box gain nothing either.
+
+    Args:
+        cost: The storage, and the links.
+        nodes: The node of every rank.
+        box_bytes: Most bytes that an exchange writes at once.
+    """
+    link = cost.local_bandwidth
+    if len(set(nodes)) > 1:
+        link = min(link, cost.interconnect_bandwidth / max(Counter(nodes).values()))
+    return min(int(cost.seek_bytes * link / cost.node_bandwidth), MAX_EXCHANGED_ROW_BYTES, box_bytes // 2)
 
 
 def plan_rounds(
@@ -145,14 +201,14 @@ def part_write(box: Box, part: Part, held: Held, dtype: str) -> Write:
 
 
 @lru_cache(maxsize=4096)
-def _has_thin_rows(held: Held, bits: int) -> bool:
+def _thinnest_rows(held: Held, bits: int, min_rows: int) -> float:
+    """Return the fewest bytes of a row, among the pieces of at least `min_rows` rows; infinite if there are none."""
+    thinnest = math.inf
     for piece in pieces_of(held, bits):
         _, dims = collapse(piece.region, held.shape, bits)
-        num_rows = math.prod(sum(stop - start for start, stop in dim) for dim in dims[:-1])
-        thinnest = min(stop - start for start, stop in dims[-1])
-        if num_rows >= EXCHANGE_MIN_ROWS and thinnest < DIRECT_ROW_BYTES:
-            return True
-    return False
+        if math.prod(sum(stop - start for start, stop in dim) for dim in dims[:-1]) >= min_rows:
+            thinnest = min(thinnest, *(stop - start for start, stop in dims[-1]))
+    return thinnest
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""The part of the FUSE kernel protocol that a read-only filesystem of ordinary files needs, and nothing of libfuse.
+"""The part of the FUSE kernel protocol that filesystems of ordinary files need, and nothing of libfuse.
 
 Layouts are those of <linux/fuse.h> 7.31; numbers are little or big endian as the machine has them. Mounting is
 mount(2) itself, which needs CAP_SYS_ADMIN.
@@ -16,11 +16,24 @@ if TYPE_CHECKING:
 
 LOOKUP, FORGET, GETATTR, OPEN, READ, STATFS, RELEASE, FLUSH, INIT = 1, 2, 3, 14, 15, 17, 18, 25, 26
 OPENDIR, READDIR, RELEASEDIR, INTERRUPT, DESTROY, BATCH_FORGET = 27, 28, 29, 36, 38, 42
+SETATTR, MKDIR, UNLINK, RMDIR, RENAME, LINK, WRITE, FSYNC, FSYNCDIR, CREATE, RENAME2 = (
+    4,
+    9,
+    10,
+    11,
+    12,
+    13,
+    16,
+    20,
+    30,
+    35,
+    45,
+)
 # Requests that are never answered.
 SILENT = frozenset({FORGET, INTERRUPT, BATCH_FORGET})
 ROOT_NODE = 1
 
-# Smallest buffer that the kernel accepts, with room for what a filesystem without writes is asked.
+# Above the smallest buffer that the kernel accepts, with room for a write of _MAX_WRITE bytes.
 REQUEST_BYTES = 16 << 10
 _MAX_WRITE = 4096
 _IN_HEADER = struct.Struct("=IIQQIIIHH")
@@ -33,6 +46,11 @@ _READ_IN = struct.Struct("=QQI")
 _INIT_IN = struct.Struct("=4I")
 _INIT_OUT = struct.Struct("=4I2H2I2H8I")
 _STATFS_OUT = struct.Struct("=5Q4I24x")
+_WRITE_IN = struct.Struct("=QQIIQII")
+_WRITE_OUT = struct.Struct("=II")
+_SETATTR_IN = struct.Struct("=IIQQQQQQIIIIIIII")
+_SET_MODE, _SET_SIZE = 1 << 0, 1 << 3
+_RENAME2_IN = struct.Struct("=QII")
 _DIRENT = struct.Struct("=QQII")
 _ASYNC_READ, _PARALLEL_DIROPS, _MAX_PAGES = 1 << 0, 1 << 18, 1 << 22
 _DIRECT_IO, _KEEP_CACHE = 1 << 0, 1 << 1
@@ -52,15 +70,15 @@ class Request(NamedTuple):
     body: bytes
 
 
-def mount(point: str, options: str) -> int:
-    """Mount an empty FUSE filesystem at `point`, read-only, and return the descriptor on which the kernel asks.
+def mount(point: str, options: str, *, read_only: bool = True) -> int:
+    """Mount an empty FUSE filesystem at `point`, and return the descriptor on which the kernel asks.
 
     Raises:
         OSError: If there is no /dev/fuse, or this process may not mount.
     """
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     data = f"fd={device},rootmode=40755,user_id={os.getuid()},group_id={os.getgid()},allow_other{options}"
-    flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV
+    flags = (_MS_RDONLY if read_only else 0) | _MS_NOSUID | _MS_NODEV
     if _libc.mount(b"slow_fs", point.encode(), b"fuse.slow_fs", flags, data.encode()) != 0:
         error = ctypes.get_errno()
         os.close(device)
@@ -122,8 +140,39 @@ def read_of(body: bytes) -> tuple[int, int, int]:
     return handle, offset, size
 
 
+def names_in(body: bytes, skip: int = 0) -> list[str]:
+    """Return the names that end a request, after `skip` bytes of numbers."""
+    return [name.decode() for name in body[skip:].split(bytes(1))[:-1]]
+
+
+def write_of(body: bytes) -> tuple[int, int, bytes]:
+    """Return handle, offset and data of a WRITE."""
+    handle, offset, size, *_ = _WRITE_IN.unpack_from(body)
+    return handle, offset, body[_WRITE_IN.size : _WRITE_IN.size + size]
+
+
+def written(num_bytes: int) -> bytes:
+    """Return the answer to WRITE."""
+    return _WRITE_OUT.pack(num_bytes, 0)
+
+
+def changes_of(body: bytes) -> tuple[int | None, int | None]:
+    """Return the size and the permissions that a SETATTR sets, None for what stays; it may set more, such as times."""
+    valid, _, _, size, *rest = _SETATTR_IN.unpack_from(body)
+    mode = rest[7]
+    return size if valid & _SET_SIZE else None, mode & 0o7777 if valid & _SET_MODE else None
+
+
+def rename_of(request: Request) -> tuple[int, int, list[str]]:
+    """Return the node of the new folder, the flags, and the old and new name of a RENAME or RENAME2."""
+    if request.opcode == RENAME:
+        return handle_of(request.body), 0, names_in(request.body, skip=8)
+    folder, flags, _ = _RENAME2_IN.unpack_from(request.body)
+    return folder, flags, names_in(request.body, skip=_RENAME2_IN.size)
+
+
 def handle_of(body: bytes) -> int:
-    """Return the handle of a RELEASE."""
+    """Return the handle of a RELEASE, or the node that other requests begin with."""
     return int.from_bytes(body[:8], "little" if struct.pack("=H", 1)[0] else "big")
 
 

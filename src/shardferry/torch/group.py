@@ -49,17 +49,25 @@ def open_group(timeout_s: float) -> Group:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return SoloGroup()
     rank = dist.get_rank()
-    store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - there is no public way to it
-    calls = PrefixStore("shardferry", store)
-    call = calls.add(f"calls-of-rank-{rank}", 1)
+    store = _own_connection(_default_store())
     return connect(
-        StoreRendezvous(PrefixStore(f"call-{call}", calls)),
+        StoreRendezvous(_store_of_call(store, count=1)),
         rank,
         dist.get_world_size(),
         host=this_host(),
         bind_address=lambda: _address_towards(store),
         timeout_s=timeout_s,
     )
+
+
+def store_of_call() -> Store:
+    """Return a part of the default store that only the ranks of the group opened last share."""
+    return PrefixStore("bulk", _store_of_call(_own_connection(_default_store()), count=0))
+
+
+def forget_connection() -> None:
+    """Use a new connection to the default store from now on: somebody may wait in this one for long."""
+    _clones.pop(_default_store(), None)
 
 
 @contextmanager
@@ -71,6 +79,17 @@ def launched_group(timeout_s: float) -> Iterator[Group]:
             yield group
     finally:
         dist.destroy_process_group()
+
+
+def _default_store() -> Store:
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
+
+
+def _store_of_call(store: Store, *, count: int) -> Store:
+    """Return the part of the store for this rank's last call, after counting `count` more."""
+    calls = PrefixStore("shardferry", store)
+    call = calls.add(f"calls-of-rank-{dist.get_rank()}", count)
+    return PrefixStore(f"call-{call}", calls)
 
 
 def _own_connection(default_store: Store) -> Store:

@@ -1,31 +1,45 @@
-"""Bulk bytes between ranks over a gloo group of our own.
+"""Bulk bytes between ranks over gloo connections of our own.
 
 Bytes go from point to point, so that ranks which have nothing for each other need not meet. Gloo can say of such a
 transfer only that it is done, by blocking: a thread waits for it, while the caller looks out for failures of others.
+
+Connecting blocks too, until all ranks do it, and a rank that has failed before never will. So nobody begins before all
+have said that they are there; should one end just then, the thread that connects is left behind. The connections are no
+process group that torch knows of: those are found by counting them, and ranks that fail at different places would count
+differently ever after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardferry.torch.group import forget_connection, store_of_call
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # re-exported without __all__
 
     from shardferry.storage.base import Bytes
 
 # A transfer is given up by the group's verdict, not by gloo: its own limit only has to be out of the way.
 GLOO_TIMEOUT = timedelta(days=1)
+# How long a thread that was left behind still tries to connect; a guess, far above what thousands of ranks take.
+CONNECTED_WITHIN = timedelta(minutes=10)
 POLL_S = 0.05
+# Looks for the other ranks come quickly at first; all of them are guesses.
+FIRST_LOOK_S = 0.001
 # The group names a dead rank within milliseconds.
 VERDICT_WITHIN_S = 2.0
 
@@ -33,10 +47,10 @@ VERDICT_WITHIN_S = 2.0
 class GlooMover:
     """Moves bytes as unsigned integers, the one type that every backend leaves alone."""
 
-    def __init__(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
-        """Move between the ranks of `group`, all ranks; `check` raises when another rank has failed."""
-        self._group = group
-        self._rank = dist.get_rank(group)
+    def __init__(self, connections: ProcessGroupGloo, check: Callable[[], None]) -> None:
+        """Move between all ranks; `check` raises when another rank has failed."""
+        self._connections = connections
+        self._rank: int = connections.rank()
         self._check = check
         self._waiter = ThreadPoolExecutor(1)
 
@@ -57,12 +71,22 @@ class GlooMover:
         self._waiter.shutdown()
 
     def _move(self, sends: dict[int, Bytes], receives: dict[int, Bytes]) -> None:
-        works = [
-            cast("dist.Work", operation(torch.from_numpy(data), rank, group=self._group))
-            for operation, transfers in ((dist.irecv, receives), (dist.isend, sends))
-            for rank, data in transfers.items()
-            if len(data)
-        ]
+        receive = self._connections.recv  # type: ignore[attr-defined]  # missing in torch's stubs
+        send = self._connections.send  # type: ignore[attr-defined]
+        try:
+            self._wait_for(
+                [
+                    operation([torch.from_numpy(data)], rank, 0)
+                    for operation, transfers in ((receive, receives), (send, sends))
+                    for rank, data in transfers.items()
+                    if len(data)
+                ]
+            )
+        except RuntimeError:
+            _wait_for_verdict(self._check)
+            raise
+
+    def _wait_for(self, works: Sequence[dist.Work]) -> None:
         moved = self._waiter.submit(_wait_for, works)
         try:
             while not wait([moved], POLL_S).done:
@@ -72,31 +96,66 @@ class GlooMover:
             with contextlib.suppress(RuntimeError):
                 _wait_for(works, timedelta(milliseconds=1))
             raise
-        try:
-            moved.result()
-        except RuntimeError:
-            self._wait_for_verdict()
-            raise
-
-    def _wait_for_verdict(self) -> None:
-        """Raise what the group says of it, if it says so soon: gloo knows that a rank is gone, but not which."""
-        deadline = time.monotonic() + VERDICT_WITHIN_S
-        while time.monotonic() < deadline:
-            self._check()
-            time.sleep(POLL_S)
+        moved.result()
 
 
 @contextmanager
 def open_mover(check: Callable[[], None]) -> Iterator[GlooMover]:
-    """Make a group of all ranks for the context, and drop it at the end, also after a failure. Collective."""
-    group = dist.new_group(backend="gloo", timeout=GLOO_TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
-    mover = GlooMover(group, check)
+    """Connect all ranks for the context. Collective; `check` raises when another rank has failed."""
+    store = store_of_call()
+    try:
+        _meet(store, check)
+        connections = _connect(store, check)
+    except RuntimeError:
+        _wait_for_verdict(check)
+        raise
+    mover = GlooMover(connections, check)
     try:
         yield mover
     finally:
         mover.close()
-        dist.destroy_process_group(group)
+
+
+def _meet(store: Store, check: Callable[[], None]) -> None:
+    """Return when all ranks have come here."""
+    if store.add("met", 1) == dist.get_world_size():
+        store.set("all", "")
+    pause_s = FIRST_LOOK_S
+    while not store.check(["all"]):
+        check()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
+
+
+def _connect(store: Store, check: Callable[[], None]) -> ProcessGroupGloo:
+    made: list[ProcessGroupGloo | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            made.append(dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), CONNECTED_WITHIN))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=connect, name="shardferry-connect", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            check()
+            thread.join(POLL_S)
+    except BaseException:
+        forget_connection()  # the thread may keep it busy
+        raise
+    if isinstance(made[0], RuntimeError):
+        raise made[0]
+    return made[0]
+
+
+def _wait_for_verdict(check: Callable[[], None]) -> None:
+    """Raise what the group says of a failure, if it says so soon: gloo knows that a rank is gone, but not which."""
+    deadline = time.monotonic() + VERDICT_WITHIN_S
+    while time.monotonic() < deadline:
+        check()
+        time.sleep(POLL_S)
 
 
 def _cut(data: Bytes, sizes: Sequence[int]) -> list[Bytes]:

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -56,18 +56,6 @@ class Part:
         )
 
 
-class Slice(NamedTuple):
-    """One index of a dim of an array, which is gone afterwards.
-
-    Attributes:
-        dim: The dim.
-        at: The index.
-    """
-
-    dim: int
-    at: int
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """An array as the processes hold it.
@@ -98,18 +86,14 @@ def parts_to_load(sharding: Sharding, shape: tuple[int, ...], bits: int) -> Part
 
 
 @lru_cache(maxsize=4096)
-def parts_to_save(sharding: Sharding, shape: tuple[int, ...], taken: Slice | None = None) -> Parts:
-    """Return the one part that every process has of an array, or of a slice of one; none where it has no part.
+def parts_to_save(sharding: Sharding, shape: tuple[int, ...]) -> Parts:
+    """Return the one part that every process has of an array; none where it has no part.
 
     Raises:
         ShardingError: If the sharding does not fit the shape, or boxes of a process make no region together.
     """
-    boxes_of = _boxes(sharding, shape)
-    if taken is not None:
-        boxes_of = tuple(_sliced(boxes, taken) for boxes in boxes_of)
-        shape = (*shape[: taken.dim], *shape[taken.dim + 1 :])
     by_process: list[tuple[Part, ...]] = []
-    for process, boxes in enumerate(boxes_of):
+    for process, boxes in enumerate(_boxes(sharding, shape)):
         region = _union(boxes) if boxes else None
         if boxes and region is None:
             raise ShardingError(
@@ -157,11 +141,6 @@ def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, ...],
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """Return the box that slices cut out of an array of `shape`."""
     return tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
-
-
-def _sliced(boxes: Iterable[Box], taken: Slice) -> tuple[Box, ...]:
-    inside = (held for held in boxes if held[taken.dim][0] <= taken.at < held[taken.dim][1])
-    return tuple(sorted({(*held[: taken.dim], *held[taken.dim + 1 :]) for held in inside}))
 
 
 def _parts(boxes: Sequence[Box], shape: tuple[int, ...], bits: int) -> Iterable[Part]:

@@ -16,21 +16,22 @@ from shardferry.format.problem import listed
 from shardferry.jax.dtypes import dtype_name
 from shardferry.jax.group import open_group
 from shardferry.jax.leaves import take_apart
-from shardferry.jax.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S, check_options
+from shardferry.jax.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S, check_options, stacking_rules
 from shardferry.jax.mover import open_mover
-from shardferry.jax.parts import Slice, box_of, is_local, parts_to_save
+from shardferry.jax.parts import box_of, is_local, parts_to_save
 from shardferry.jax.sources import ArraySource, Held
 from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import parse_size
 from shardferry.plan.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from jax.typing import DTypeLike
 
+    from shardferry.convert.rules import Rule
     from shardferry.execute.report import Progress, SaveReport
     from shardferry.jax.leaves import Leaf, Names, PyTree, Tree
     from shardferry.jax.parts import Box, Part
@@ -49,6 +50,8 @@ class SaveOptions(TypedDict, total=False):
     """Options of every save.
 
     Attributes:
+        conversions: Rules that lead from the checkpoint's names and shapes to the tree's, as for a load; they are
+            undone, so that what is saved has the checkpoint's. See `shardferry.conversions`.
         dtype: Cast floating arrays (F16, BF16, F32, F64) to this dtype while writing; nothing else is ever cast.
         replicas: `"trust"` (default) writes one copy of what processes hold alike, cut over them if it is large;
             `"check"` compares the copies first and refuses those that differ. Arrays that every process has of its
@@ -61,6 +64,7 @@ class SaveOptions(TypedDict, total=False):
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
     """
 
+    conversions: Sequence[Rule]
     dtype: DTypeLike | None
     replicas: Literal["trust", "check"]
     metadata: Mapping[str, str]
@@ -108,43 +112,31 @@ def save(
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
         check_options(options, SaveOptions.__optional_keys__, "a save")
-        report = run_save(group, _Saver(tree, names), _request(path, max_shard_size, on_existing, options))
+        taken = take_apart(tree, names)
+        request = _request(path, taken.leaves, max_shard_size, on_existing, options)
+        report = run_save(group, _Saver(taken), request)
         for text in report.warnings if group.rank == 0 else ():
             warnings.warn(text, CheckpointWarning, stacklevel=2)
     return report
 
 
 class _Saved(NamedTuple):
-    """An array, or a slice of one, and what this process has of it.
-
-    Attributes:
-        leaf: The array.
-        value: Its value.
-        taken: The slice, None for the array itself.
-        part: The boxes here.
-    """
+    """An array, its value, and the boxes of it that are here."""
 
     leaf: Leaf
     value: jax.Array | np.ndarray
-    taken: Slice | None
     part: Part
 
 
 class _Saver:
     """What one process holds, as a save wants it."""
 
-    def __init__(self, tree: PyTree, names: Names | None) -> None:
-        taken = take_apart(tree, names)
-        _check_values(taken)
+    def __init__(self, tree: Tree) -> None:
+        _check_values(tree)
         self._saved: dict[str, _Saved] = {}
         self.targets: list[Target] = []
-        for leaf in taken.leaves:
-            value = taken.values[leaf.position]
-            if isinstance(leaf.stored_as, str):
-                self._offer(leaf.stored_as, leaf, value, None)
-                continue
-            for at, name in enumerate(leaf.stored_as.names):
-                self._offer(name, leaf, value, Slice(leaf.stored_as.dim % len(leaf.shape), at))
+        for leaf in tree.leaves:
+            self._offer(leaf, tree.values[leaf.position])
 
     def source(self, name: str) -> ArraySource:
         """Return the memory of an array of this process."""
@@ -162,20 +154,16 @@ class _Saver:
     def write_extras(self, folder: Path) -> None:
         """Write nothing: a tree of arrays has no configuration."""
 
-    def _offer(self, name: str, leaf: Leaf, value: jax.Array | np.ndarray, taken: Slice | None) -> None:
-        if name in self._saved:
-            raise InvalidInputError(f"{leaf.key_path} and {self._saved[name].leaf.key_path} are both called {name}")
+    def _offer(self, leaf: Leaf, value: jax.Array | np.ndarray) -> None:
         try:
-            parts = parts_to_save(leaf.sharding, leaf.shape, taken)
+            parts = parts_to_save(leaf.sharding, leaf.shape)
         except ShardingError as error:
-            raise ShardingError(f"{name}: {error}") from error
+            raise ShardingError(f"{leaf.name}: {error}") from error
         plain = isinstance(value, np.ndarray) or is_local(leaf.sharding)
         for part in parts.by_process[jax.process_index()]:
-            self._saved[name] = _Saved(leaf, value, taken, part)
-            (layout,) = parts.layouts
-            self.targets.append(
-                Target((name,), leaf.dtype, layout.shape, part.region.shape, () if plain else (layout,))
-            )
+            self._saved[leaf.name] = _Saved(leaf, value, part)
+            layouts = () if plain else parts.layouts
+            self.targets.append(Target((leaf.name,), leaf.dtype, leaf.shape, part.region.shape, layouts))
 
 
 def _check_values(tree: Tree) -> None:
@@ -192,22 +180,18 @@ def _check_values(tree: Tree) -> None:
 
 def _held(saved: _Saved) -> tuple[Held, ...]:
     """Return the memory of the boxes of a part: of devices that hold the same box, the first one's."""
-    leaf, value, taken, part = saved
+    leaf, value, part = saved
     if isinstance(value, np.ndarray):
-        return (Held(part.places[0], value, taken),)
-    found: dict[Box, Held] = {}
+        return (Held(part.places[0], value),)
+    found: dict[Box, jax.Array] = {}
     for shard in value.addressable_shards:
-        whole = box_of(shard.index, leaf.shape)
-        if taken is None:
-            found.setdefault(whole, Held(whole, shard.data))
-        elif whole[taken.dim][0] <= taken.at < whole[taken.dim][1]:
-            here = Slice(taken.dim, taken.at - whole[taken.dim][0])
-            found.setdefault((*whole[: taken.dim], *whole[taken.dim + 1 :]), Held(whole, shard.data, here))
-    return tuple(found[box]._replace(place=place) for box, place in zip(part.boxes, part.places, strict=True))
+        found.setdefault(box_of(shard.index, leaf.shape), shard.data)
+    return tuple(Held(place, found[box]) for box, place in zip(part.boxes, part.places, strict=True))
 
 
 def _request(
     path: str | os.PathLike[str],
+    leaves: Sequence[Leaf],
     max_shard_size: int | str,
     on_existing: Literal["refuse", "replace"],
     options: SaveOptions,
@@ -221,6 +205,7 @@ def _request(
         dtype=None if dtype is None else _float_name(dtype),
         replicas=_one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
         given_names=(),
+        conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
         metadata={"format": "pt", **options.get("metadata", {})},
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardferry.geometry.region import Interval
-    from shardferry.jax.parts import Slice
     from shardferry.plan.save import Write
     from shardferry.storage.base import Bytes
 
@@ -37,19 +36,16 @@ class Held(NamedTuple):
     Attributes:
         place: Per dim the half-open range of its elements in the local tensor of its part.
         values: Its elements, on one device or on the host.
-        taken: The slice of `values` that is meant, None for all of it.
     """
 
     place: tuple[Interval, ...]
     values: jax.Array | NDArray[np.generic]
-    taken: Slice | None = None
 
     def host_bits(self, bits: np.dtype) -> NDArray[np.generic] | None:
         """Return the bits of the elements where they lie, None if that is not host memory."""
         if not isinstance(self.values, np.ndarray) and next(iter(self.values.devices())).platform != "cpu":
             return None
-        elements = np.asarray(self.values).view(bits)
-        return elements if self.taken is None else elements[(slice(None),) * self.taken.dim + (self.taken.at,)]
+        return np.asarray(self.values).view(bits)
 
     def cut(self, starts: tuple[int, ...], sizes: tuple[int, ...], bits: np.dtype) -> NDArray[np.generic]:
         """Return the bits of a box of the elements; from an accelerator nothing else is fetched."""
@@ -57,11 +53,7 @@ class Held(NamedTuple):
         if here is not None:
             return here[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
         assert isinstance(self.values, jax.Array)
-        if self.taken is None:
-            return np.asarray(_cut_on_device(self.values, starts, sizes=sizes)).view(bits)
-        dim, at = self.taken
-        starts, inner = (*starts[:dim], at, *starts[dim:]), (*sizes[:dim], 1, *sizes[dim:])
-        return np.asarray(_cut_on_device(self.values, starts, sizes=inner)).view(bits).reshape(sizes)
+        return np.asarray(_cut_on_device(self.values, starts, sizes=sizes)).view(bits)
 
 
 class ArraySource:
@@ -75,7 +67,7 @@ class ArraySource:
 
     def direct(self, write: Write) -> Bytes | None:
         """Return the contiguous memory that holds exactly what is to be written, or None."""
-        if write.dtype != self._dtype or is_packed(self._dtype):
+        if write.dtype != self._dtype or is_packed(self._dtype) or write.local_order != _in_order(write):
             return None
         for held in self._boxes:
             inside = zip(write.local.dims, held.place, strict=True)
@@ -86,6 +78,8 @@ class ArraySource:
     def fetch(self, write: Write, out: Bytes) -> None:
         """Gather what is to be written, in logical order and in the dtype it is written in."""
         elements = self._gather(write.local)
+        if write.local_order != _in_order(write):
+            elements = np.ascontiguousarray(elements.transpose(write.local_order))
         if write.dtype != self._dtype:
             with np.errstate(over="ignore"):  # as torch's save, which says nothing of it either
                 cast = elements.view(numpy_dtype(self._dtype)).astype(numpy_dtype(write.dtype))
@@ -126,6 +120,10 @@ class ArraySource:
                     out.dtype,
                 )
         return out
+
+
+def _in_order(write: Write) -> tuple[int, ...]:
+    return tuple(range(len(write.local.dims)))
 
 
 @partial(jax.jit, static_argnames="sizes")

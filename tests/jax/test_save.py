@@ -1,0 +1,100 @@
+"""Saves from one process with eight devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax import numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+
+import shardferry.jax as sf
+from shardferry import CheckpointExistsError, InvalidInputError
+from shardferry.geometry.region import Region
+from shardferry.jax.sources import ArraySource, Held
+from shardferry.plan.save import Write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def cut(*spec: object) -> NamedSharding:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+    tree = {"a": [jax.device_put(numbers(8, 4), cut("a", "b")), numbers(3)], "b": {"c": jax.device_put(2.5, cut())}}
+    report = sf.save(tmp_path / "out", tree)
+    assert report.files == ("model.safetensors",)
+    made = sf.load(tmp_path / "out", tree)
+    assert made["a"][0].sharding == cut("a", "b")
+    assert jax.tree.all(jax.tree.map(np.array_equal, made, tree))
+
+
+def test_a_flax_model_is_saved_under_its_key_paths(tmp_path: Path) -> None:
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    sf.save(tmp_path / "out", nnx.state(model, nnx.Param))
+    assert np.array_equal(load_file(tmp_path / "out" / "model.safetensors")["kernel"], model.kernel[...])
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("spec", [("a",), (None, "a"), (None, None, "a"), ("b", "a"), ()])
+def test_a_stacked_array_is_saved_as_its_tensors(tmp_path: Path, dim: int, spec: tuple[str | None, ...]) -> None:
+    array = jax.device_put(numbers(8, 8, 8), cut(*spec))
+    names = tuple(f"l{at}" for at in range(8))
+    sf.save(tmp_path / "out", {"layers": array}, names={"layers": sf.Stacked(names, dim)})
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(saved) == sorted(names)
+    assert np.array_equal(np.stack([saved[name] for name in names], dim), numbers(8, 8, 8))
+
+
+def test_floats_are_cast_when_asked(tmp_path: Path) -> None:
+    sf.save(tmp_path / "out", {"w": jax.device_put(numbers(8, 4), cut("a"))}, dtype=jnp.bfloat16)
+    saved = sf.load(tmp_path / "out", {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)})
+    assert np.array_equal(saved["w"], numbers(8, 4).astype(ml_dtypes.bfloat16))
+
+
+def test_existing_checkpoints_are_refused_or_replaced(tmp_path: Path) -> None:
+    sf.save(tmp_path / "out", {"w": numbers(3)})
+    with pytest.raises(CheckpointExistsError):
+        sf.save(tmp_path / "out", {"w": numbers(4)})
+    sf.save(tmp_path / "out", {"w": numbers(4)}, on_existing="replace")
+    assert np.array_equal(load_file(tmp_path / "out" / "model.safetensors")["w"], numbers(4))
+
+
+def test_leaves_that_are_no_arrays_are_refused_by_name(tmp_path: Path) -> None:
+    model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
+    with pytest.raises(InvalidInputError, match=r"^activation, final_activation of the tree are no arrays"):
+        sf.save(tmp_path / "out", model)
+    sf.save(tmp_path / "out", eqx.filter(model, eqx.is_array))
+    with pytest.raises(InvalidInputError, match=r"^w of the tree have a shape but no values"):
+        sf.save(tmp_path / "other", {"w": jax.ShapeDtypeStruct((3,), np.float32)})
+
+
+def test_two_arrays_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="a and b are both called w"):
+        sf.save(tmp_path / "out", {"a": numbers(3), "b": numbers(3)}, names=lambda _: "w")
+
+
+def test_from_an_accelerator_only_what_is_written_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path for devices whose memory the host cannot see, on the CPU."""
+    array = jnp.asarray(numbers(6, 8))
+    monkeypatch.setattr(Held, "host_bits", lambda *_: None)
+    source = ArraySource([Held(((0, 6), (0, 8)), array)], "F32", (6, 8))
+    region = Region((((1, 3), (4, 5)), ((2, 6),)))
+    write = Write("w", "f", 0, "F32", (6, 8), region, region, "w")
+    out = np.empty(3 * 4 * 4, np.uint8)
+    assert source.direct(write) is None
+    source.fetch(write, out)
+    assert np.array_equal(out.view(np.float32).reshape(3, 4), numbers(6, 8)[[1, 2, 4]][:, 2:6])

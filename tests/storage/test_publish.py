@@ -315,6 +315,33 @@ def test_an_error_at_any_step_publishes_nothing_and_leaves_nothing(tmp_path: Pat
             assert leftovers(target) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "doing"),
+    [
+        ("make_directory", "making the staged files"),
+        ("config.json", "writing what belongs beside the weights"),
+        (INDEX, "finishing the staged files"),
+        ("exchange", "publishing the staged files"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.ENOSPC, "Make room"), (errno.EACCES, "Let this user write"), (errno.EIO, "See what the system's log says")],
+)
+def test_what_the_filesystem_refuses_is_told_with_the_target_the_step_and_what_to_do(
+    tmp_path: Path, change: str, doing: str, code: int, remedy: str
+) -> None:
+    target = write_files(tmp_path / "out", OLD)
+
+    def fail(what: str) -> None:
+        if change in what and "probe" not in what:
+            raise OSError(code, os.strerror(code), what)
+
+    text = f"cannot save to {target}: {doing} failed: .*{os.strerror(code)}.*{change}.*{remedy}"
+    with pytest.raises(StorageError, match=text):
+        save(limited((), fail), target, NEW | {"config.json": b"{}"})
+
+
 def test_what_other_ranks_staged_can_be_removed_by_them(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "out"), str(tmp_path), "0001")
     assert Place.from_bytes(place.to_bytes()) == place

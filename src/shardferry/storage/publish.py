@@ -10,6 +10,7 @@ the disk, and only then is anything old removed.
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,15 +37,28 @@ if TYPE_CHECKING:
     from shardferry.storage.target import TargetState
 
 
+# What the caller can do about what a filesystem refuses; of anything else its log knows more.
+_REMEDIES = {
+    errno.ENOSPC: "Make room and save again",
+    errno.EDQUOT: "Make room within the quota and save again",
+    errno.EACCES: "Let this user write there, or save elsewhere",
+    errno.EPERM: "Let this user write there, or save elsewhere",
+    errno.EROFS: "Mount it for writing, or save elsewhere",
+    errno.ENAMETOOLONG: "Save to a shorter path",
+}
+_OTHER_REMEDY = "See what the system's log says of this filesystem, and save again or elsewhere"
+
+
 @contextmanager
-def naming_failures(target: str) -> Iterator[None]:
-    """Turn what the filesystem refuses into an error that says to where nothing could be saved."""
+def naming_failures(target: str, doing: str) -> Iterator[None]:
+    """Turn what the filesystem refuses into an error that says where, in doing what, and what can be done about it."""
     try:
         yield
     except OSError as error:
         if isinstance(error, ShardferryError):
             raise
-        raise StorageError(f"cannot save to {shown(target)}: {error}") from error
+        remedy = _REMEDIES.get(error.errno or 0, _OTHER_REMEDY)
+        raise StorageError(f"cannot save to {shown(target)}: {doing} failed: {error}. {remedy}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +93,7 @@ def claim_target(filesystem: Filesystem, path: str, naming: Naming, token: str, 
         InvalidInputError: If no checkpoint can be at `path`.
         StorageError: If another save to it is running, or the filesystem refuses something.
     """
-    with naming_failures(path):
+    with naming_failures(path, "preparing it"):
         return _claim_target(filesystem, path, naming, token, forward=forward)
 
 
@@ -122,28 +136,30 @@ class Publication:
 
         Raises:
             InvalidInputError: If the target has a directory of one of these names, or a link for one of their folders.
-            OSError: If it cannot be made.
+            StorageError: If it cannot be made.
         """
         place, filesystem = self._place, self._filesystem
-        _check_names(place.target, names)
-        if place.in_place:
-            self._create_in_place(names)
-        else:
-            filesystem.make_directory(place.staging)
-            filesystem.write_file(place.mark, b"")
-        for folder in _folders(names):
-            if not os.path.lexists(place.path_of(folder)):
-                filesystem.make_directory(place.path_of(folder))
-        filesystem.sync_directory(place.home)
+        with naming_failures(place.target, "making the staged files"):
+            _check_names(place.target, names)
+            if place.in_place:
+                self._create_in_place(names)
+            else:
+                filesystem.make_directory(place.staging)
+                filesystem.write_file(place.mark, b"")
+            for folder in _folders(names):
+                if not os.path.lexists(place.path_of(folder)):
+                    filesystem.make_directory(place.path_of(folder))
+            filesystem.sync_directory(place.home)
 
     def add(self, name: str, data: bytes) -> None:
         """Write a small file that belongs beside the weights; its name was given to `create`.
 
         Raises:
-            OSError: If it cannot be written or synced.
+            StorageError: If it cannot be written or synced.
         """
-        self._filesystem.write_file(self._place.path_of(name), data)
-        self._added[name] = len(data)
+        with naming_failures(self._place.target, "writing what belongs beside the weights"):
+            self._filesystem.write_file(self._place.path_of(name), data)
+            self._added[name] = len(data)
 
     def seal(self, files: Mapping[str, int], index: tuple[str, bytes] | None) -> None:
         """Write the index, last of all files, and wait until every name is on the disk.
@@ -153,19 +169,20 @@ class Publication:
             index: Name and content of the index; None if there is one file only.
 
         Raises:
-            OSError: If something cannot be written or synced.
+            StorageError: If something cannot be written or synced.
         """
         place, filesystem = self._place, self._filesystem
-        self._files = {**files, **self._added}
-        self._last = index[0] if index else next(iter(files), "")
-        if index:
-            self._files[index[0]] = len(index[1])
-        if place.in_place:
-            filesystem.write_file(place.journal("published"), self._journal("in place", ()).to_bytes())
-        if index:
-            filesystem.write_file(place.path_of(index[0]), index[1])
-        for folder in (*reversed(_folders(self._files)), "."):
-            filesystem.sync_directory(place.path_of(folder))
+        with naming_failures(place.target, "finishing the staged files"):
+            self._files = {**files, **self._added}
+            self._last = index[0] if index else next(iter(files), "")
+            if index:
+                self._files[index[0]] = len(index[1])
+            if place.in_place:
+                filesystem.write_file(place.journal("published"), self._journal("in place", ()).to_bytes())
+            if index:
+                filesystem.write_file(place.path_of(index[0]), index[1])
+            for folder in (*reversed(_folders(self._files)), "."):
+                filesystem.sync_directory(place.path_of(folder))
 
     def publish(self, state: TargetState, protocol: PublishProtocol) -> tuple[str, ...]:
         """Make the sealed files the checkpoint; all ranks have agreed on it.
@@ -178,25 +195,26 @@ class Publication:
             What could not be cleared away behind the new checkpoint, as sentences. It is published all the same.
 
         Raises:
-            OSError: If the change cannot be made; call `abort` to undo what was begun.
+            StorageError: If the change cannot be made; call `abort` to undo what was begun.
         """
         place, filesystem = self._place, self._filesystem
-        journal = self._journal(protocol, state.old_files)
-        if protocol == "in place":
-            filesystem.unlink(place.journal("publishing"))
-        elif protocol == "files":
-            if state.content == "absent":
-                filesystem.make_directory(place.target)
-            replaced = {name for name in journal.files if os.path.lexists(f"{place.target}/{name}")}
-            both = (*journal.replaced, *sorted(replaced.difference(journal.replaced)))
-            journal = self._journal(protocol, both)
-            filesystem.write_file(place.journal("publishing"), journal.to_bytes())
-            filesystem.sync_directory(place.target)
-            put_files(filesystem, place, journal)
-        else:
-            journal = self._prepare_directory(state, journal)
-            change_directories(filesystem, place, journal)
-        return self._clear_away(journal)
+        with naming_failures(place.target, "publishing the staged files"):
+            journal = self._journal(protocol, state.old_files)
+            if protocol == "in place":
+                filesystem.unlink(place.journal("publishing"))
+            elif protocol == "files":
+                if state.content == "absent":
+                    filesystem.make_directory(place.target)
+                replaced = {name for name in journal.files if os.path.lexists(f"{place.target}/{name}")}
+                both = (*journal.replaced, *sorted(replaced.difference(journal.replaced)))
+                journal = self._journal(protocol, both)
+                filesystem.write_file(place.journal("publishing"), journal.to_bytes())
+                filesystem.sync_directory(place.target)
+                put_files(filesystem, place, journal)
+            else:
+                journal = self._prepare_directory(state, journal)
+                change_directories(filesystem, place, journal)
+            return self._clear_away(journal)
 
     def abort(self) -> tuple[str, ...]:
         """Remove what this save has made, and undo a change that was begun; never raises for what it meets.

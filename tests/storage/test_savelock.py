@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -76,3 +77,15 @@ def test_of_many_that_want_it_one_has_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4), timeout=60))
     assert max(most) == 1
+
+
+def test_a_lock_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        take_lock(str(tmp_path / "lock"), ())
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    take_lock(str(tmp_path / "lock"), ()).release()

@@ -71,15 +71,16 @@ def take_lock(path: str, staged: tuple[str, ...]) -> SaveLock:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         descriptor = os.open(path, flags, 0o666)
+        lock = SaveLock(path, descriptor)
         try:
             _take(descriptor, path, staged)
-            if _is_at(descriptor, path):
-                _write_owner(descriptor)
-                return SaveLock(path, descriptor)
+            is_ours = _is_at(descriptor, path)
         except BaseException:
-            os.close(descriptor)
+            lock.close()
             raise
-        os.close(descriptor)
+        if is_ours:
+            return _signed(lock, descriptor)
+        lock.close()
 
 
 def is_held(owner: Owner, me: Owner, *, locked: bool | None, one_kernel: bool, quiet_s: float) -> bool:
@@ -173,6 +174,16 @@ def _read_owner(descriptor: int) -> Owner | None:
         return Owner(**json.loads(os.pread(descriptor, 4096, 0)))
     except (ValueError, TypeError):  # empty, or its writer died while it wrote
         return None
+
+
+def _signed(lock: SaveLock, descriptor: int) -> SaveLock:
+    """Return a lock after writing down whose it is; where that fails, no file is left."""
+    try:
+        _write_owner(descriptor)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
 
 
 def _write_owner(descriptor: int) -> None:

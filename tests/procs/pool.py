@@ -11,7 +11,8 @@
 - `run` raises `RankError`, with the failing ranks' tracebacks, unless every rank returned.
 - `outcomes` returns one `Outcome` per rank instead, for tests that expect failures. A killed rank is `died`, a rank
   that stopped itself (SIGSTOP) is `stopped` once all others are done, one that overruns `limit_s` is `hung` and its
-  stacks are in `error`. Such ranks are replaced before the next run.
+  stacks are in `error`. Such ranks are replaced before the next run. Importing and making the group do not count: on a
+  loaded machine a rank that was just replaced takes a minute for it.
 - `store="file" | "tcp"` chooses the default store of the group, `gloo_timeout_s` its timeout.
 
 The processes come from a fork server that has torch loaded: starting one costs 0.15 s, where a fresh interpreter takes
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 Store = Literal["file", "tcp"]
 
+# A guess: importing torch took a minute while ten other jobs ran.
+SET_UP_WITHIN_S = 300
 # What every worker has imported when it is forked; pytest because a worker imports its parent's main module.
 PRELOADED = ("pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
@@ -165,16 +168,15 @@ class Ranks:
             # A worker that died between two runs is found by the wait below.
             with contextlib.suppress(BrokenPipeError):
                 worker.connection.send(job)
-        deadline = time.monotonic() + limit_s
         # No rank begins before all have their group: one that dies early would fail the others in gloo's set-up.
-        outcomes = _collect(workers, deadline=deadline)
+        outcomes = _collect(workers, deadline=time.monotonic() + SET_UP_WITHIN_S)
         if any(outcome.status != "ready" for outcome in outcomes):
             for worker in workers:
                 worker.kill()  # what gloo leaves behind in a process after a failed set-up breaks later ones
             return outcomes
         for worker in workers:
             worker.connection.send("go")
-        return _collect(workers, deadline=deadline)
+        return _collect(workers, deadline=time.monotonic() + limit_s)
 
 
 class _Worker:
@@ -296,9 +298,12 @@ def _run_job(job: _Job, connection: Connection) -> Outcome:
             sys.path.insert(0, job.import_root)
         importlib.import_module(job.module)
         function, args = pickle.loads(job.call)  # noqa: S301 - written by the pool itself
+        store = _make_store(job)
+        store.set(f"rank-{job.rank}-is-here", "")  # so that the group's time-out is not spent on waiting for imports
+        store.wait([f"rank-{rank}-is-here" for rank in range(job.world_size)], timedelta(seconds=SET_UP_WITHIN_S))
         dist.init_process_group(
             "gloo",
-            store=_make_store(job),
+            store=store,
             rank=job.rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.gloo_timeout_s),

@@ -285,7 +285,7 @@ def save_elsewhere(folder: str) -> str:
 def test_ranks_in_different_working_directories_are_told_where_each_would_save(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks(2).run(save_elsewhere, str(tmp_path))
     assert first == second
-    assert f"rank 0 to '{tmp_path}/rank-0/out', rank 1 to '{tmp_path}/rank-1/out'. Give every rank the same" in first
+    assert f"rank 0 to {tmp_path}/rank-0/out, rank 1 to {tmp_path}/rank-1/out. Give every rank the same" in first
     assert [path for path in tmp_path.rglob("*") if path.parent != tmp_path] == []
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from shardferry.plan.target import Layout, Target
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from shardferry.execute.meter import Meter
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from shardferry.plan.load import Copy, LoadPlan
     from shardferry.plan.save import Write
     from shardferry.transport.base import Group
+
+    from .movers import QueueMover, Wires
 
 DTYPES = {"F32": np.float32, "I64": np.int64, "F16": np.float16}
 
@@ -110,32 +111,12 @@ class ArraySource:
         out[...] = np.ascontiguousarray(picked.transpose(write.local_order)).reshape(-1).view(np.uint8)
 
 
-class GroupMover:
-    """Moves bytes over a group's own small messages."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def all_to_all(
-        self, send: np.ndarray, send_sizes: Sequence[int], receive: np.ndarray, receive_sizes: Sequence[int]
-    ) -> None:
-        parts = np.split(send, np.cumsum(send_sizes)[:-1])
-        told = self._group.exchange("move", json.dumps([part.tobytes().hex() for part in parts]).encode())
-        mine = b"".join(bytes.fromhex(json.loads(data)[self._group.rank]) for data in told)
-        assert len(mine) == sum(receive_sizes)
-        receive[...] = np.frombuffer(mine, np.uint8)
-
-    def all_gather(
-        self, ranks: Sequence[int], send: np.ndarray, receive: np.ndarray, receive_sizes: Sequence[int]
-    ) -> None:
-        raise NotImplementedError(ranks, send, receive, receive_sizes)
-
-
 @dataclass
 class ArraySaver:
-    """Offers arrays to be saved."""
+    """Offers arrays to be saved; `wires` are those of all ranks."""
 
     group: Group
+    wires: Wires
     targets: Sequence[Target]
     arrays: Mapping[str, np.ndarray]
 
@@ -145,9 +126,8 @@ class ArraySaver:
     def content(self, name: str) -> np.ndarray:
         return np.ascontiguousarray(self.arrays[name]).reshape(-1).view(np.uint8)
 
-    @contextmanager
-    def mover(self, check: Callable[[], None]) -> Iterator[GroupMover]:  # noqa: ARG002 - it cannot hang
-        yield GroupMover(self.group)
+    def mover(self, check: Callable[[], None]) -> AbstractContextManager[QueueMover]:
+        return self.wires.open(self.group.rank, check)
 
     def write_extras(self, folder: Path) -> None:
         """Write nothing."""

@@ -30,6 +30,7 @@ from shardferry.plan import exchange
 from shardferry.testing.groups import rank_outcomes, run_ranks
 
 from .arrays import ArraySaver, save_arrays, save_request, target
+from .movers import Wires
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +65,7 @@ def numbered(*shape: int, start: int = 1) -> NDArray[np.float32]:
 
 def save_model(path: Path, model: Arrays, layout: MeshLayout, rules: tuple[Rule, ...]) -> SaveReport:
     """Save a model that is cut alike everywhere from four ranks."""
+    wires = Wires()
 
     def work(group: Group) -> SaveReport:
         regions = {name: region_at(array.shape, fitted(layout, array), group.rank) for name, array in model.items()}
@@ -71,7 +73,7 @@ def save_model(path: Path, model: Arrays, layout: MeshLayout, rules: tuple[Rule,
             target(name, array.shape, regions[name].shape, fitted(layout, array)) for name, array in model.items()
         ]
         arrays = {name: gather(array, regions[name]) for name, array in model.items()}
-        return save_arrays(group, ArraySaver(group, targets, arrays), save_request(path, conversions=rules))
+        return save_arrays(group, ArraySaver(group, wires, targets, arrays), save_request(path, conversions=rules))
 
     return run_ranks(RANKS, work)[0]
 
@@ -151,12 +153,13 @@ def test_what_moves_elements_is_undone_exactly(
 
 def test_equal_plain_copies_are_written_once_and_others_refused(tmp_path: Path) -> None:
     rules = (Convert(("qkv",), ("q", "k", "v"), (Chunk(),)),)
+    wires = Wires()
 
     def work(group: Group) -> SaveReport:
         arrays = {name: numbered(4, 2, start=at + drift * group.rank) for at, name in enumerate("qkv")}
         targets = [target(name, (4, 2), (4, 2)) for name in arrays]
         return save_arrays(
-            group, ArraySaver(group, targets, arrays), save_request(tmp_path / "saved", conversions=rules)
+            group, ArraySaver(group, wires, targets, arrays), save_request(tmp_path / "saved", conversions=rules)
         )
 
     drift = 0
@@ -184,11 +187,13 @@ def test_equal_plain_copies_are_written_once_and_others_refused(tmp_path: Path) 
 def test_what_could_not_be_loaded_again_is_refused_before_anything_is_written(
     tmp_path: Path, model: dict[str, tuple[int, ...]], rules: tuple[Rule, ...], words: str
 ) -> None:
+    wires = Wires()
+
     def work(group: Group) -> SaveReport:
         arrays = {name: numbered(*shape) if shape else np.float32(1) for name, shape in model.items()}
         targets = [target(name, shape, shape) for name, shape in model.items()]
         request = save_request(tmp_path / "saved", conversions=rules)
-        return save_arrays(group, ArraySaver(group, targets, arrays), request)  # type: ignore[arg-type]
+        return save_arrays(group, ArraySaver(group, wires, targets, arrays), request)  # type: ignore[arg-type]
 
     outcomes = rank_outcomes(2, work)
     assert all(words in str(outcome) for outcome in outcomes), outcomes

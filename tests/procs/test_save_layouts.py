@@ -315,10 +315,12 @@ def test_rank_zeros_cost_model_chooses_how_to_write_and_the_report_says_why(
     if preset_of(mount) == PRESETS["local"]:
         first, second = told
         assert first == second
-        assert first.startswith("exchange for 1 of 2 tensors: rows of 1.00 KiB are below 64.0 KiB")
+        assert first.startswith("exchange for 1 of 2 tensors: rows of 1.00 KiB are below ")
         assert first.endswith("(preset local); holders write the others")
     told = ranks(2).run(save_telling_how, str(tmp_path / "b"), (probed, empty))
-    assert told == ["direct: holders write their own bytes, none in many rows below 512 B (measured for this test)"] * 2
+    assert told[0] == told[1]
+    assert told[0].startswith("direct: holders write their own bytes, none in many rows below ")
+    assert told[0].endswith("(measured for this test)")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 

@@ -115,8 +115,8 @@ def direct_row_bytes(cost: CostModel, nodes: Sequence[int], box_bytes: int) -> i
     """Return how long rows must be for their holder to write them by itself.
 
     By itself a row costs one more request, which is `seek_bytes` at the node's bandwidth; in an exchange it costs its
-    bytes once more, at the bandwidth of its rank's link. On the preset of a local disk that is 64 KiB, and so it was
-    measured on one: 64 KiB rows cost 1.2x one long write, 16 KiB rows 1.8x, an exchange 1.1-1.6x. An exchange writes
+    bytes once more, at the bandwidth of its rank's link. On the preset of a local disk that is some 50 KiB, where it
+    was measured to be: 64 KiB rows cost 1.2x one long write, 16 KiB rows 1.8x, an exchange 1.1-1.6x. An exchange writes
     boxes, so rows of half a box gain nothing either.
 
     Args:

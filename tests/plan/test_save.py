@@ -212,7 +212,7 @@ def test_how_long_rows_must_be_to_be_written_alone_follows_from_the_cost_model(
 
 
 def test_a_local_disk_exchanges_the_rows_that_were_measured_to_be_slow() -> None:
-    """A long write was 1.8 times as fast as rows of 16 KiB, 1.2 times as rows of 64 KiB; an exchange costs that much."""
+    """A long write was 1.8 times as fast as rows of 16 KiB, 1.2 times as rows of 64 KiB; an exchange costs as much."""
     assert 32 * KIB <= direct_row_bytes(PRESETS["local"], (0, 0), 8 * MIB) <= 64 * KIB
 
 

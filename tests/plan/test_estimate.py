@@ -182,7 +182,7 @@ COSTS = st.builds(
     streams=st.integers(1, 8),
     has_page_cache=st.booleans(),
     interconnect_bandwidth=st.floats(1, 1e3),
-    local_bandwidth=st.floats(1, 1e3),
+    rank_bandwidth=st.floats(1, 1e3),
     source=st.just("drawn"),
 )
 

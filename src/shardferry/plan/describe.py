@@ -23,7 +23,7 @@ def estimate_to_json(estimate: Estimate) -> dict[str, Json]:
     The keys are world_size, num_nodes, node_of_rank, bytes_wanted (over the job, each byte once), rank_wanted (by
     rank), egress_bytes, chosen, why, advice, cost, and strategies: by name storage_bytes, over_read_bytes, requests,
     exchange_bytes, storage_s, exchange_s, seconds, and by node and rank node_bytes, node_requests, rank_bytes,
-    received_remote and received_local.
+    received_remote, received_local and received.
     """
     return {
         "world_size": len(estimate.nodes),
@@ -91,6 +91,7 @@ def _price_to_json(price: Price) -> dict[str, Json]:
         "rank_bytes": price.rank_bytes.tolist(),
         "received_remote": price.received_remote.tolist(),
         "received_local": price.received_local.tolist(),
+        "received": price.received.tolist(),
     }
 
 
@@ -100,7 +101,7 @@ def _cost_in_words(estimate: Estimate) -> str:
         "a node": estimate.cost.node_bandwidth,
         "all nodes": estimate.cost.shared_bandwidth,
         "between nodes": estimate.cost.interconnect_bandwidth,
-        "within one": estimate.cost.local_bandwidth,
+        "to a rank": estimate.cost.rank_bandwidth,
     }
     rates = ", ".join(f"{who} {format_bytes(int(rate))}/s" for who, rate in told.items() if rate != float("inf"))
     cache = "a page cache per node" if estimate.cost.has_page_cache else "no page cache"

@@ -7,7 +7,7 @@ and then exchanged. A price is bytes, requests and seconds, computed from the jo
 
 The time to read is the longest of what one node's link, all nodes together, and the request streams of one node take;
 a request costs `seek_bytes` of one stream. The time to exchange is the longest of what a node receives from others
-and a rank from its own node. Both overlap but for one round. This is a model: it ranks ways of reading, and it does
+and a rank from anywhere. Both overlap but for one round. This is a model: it ranks ways of reading, and it does
 not promise seconds.
 """
 
@@ -22,6 +22,7 @@ import numpy as np
 from shardferry.plan.cost import EXACT_PIECE_BYTES, MAX_ROW_BYTES
 from shardferry.plan.describe import estimate_to_json, summary
 from shardferry.plan.patterns import shape_job
+from shardferry.plan.readonce import PARTS_OF_MEMORY
 from shardferry.plan.volumes import (
     find_bridges,
     volume_independent,
@@ -38,14 +39,14 @@ if TYPE_CHECKING:
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.catalogue import Held
     from shardferry.plan.costmodel import CostModel
-    from shardferry.plan.patterns import Ints
+    from shardferry.plan.patterns import Ints, JobShape
     from shardferry.plan.volumes import Volume
 
 Strategy = Literal["independent", "whole files", "read-once per node", "read-once per job"]
 ReadOnce = Literal["auto", "always", "never"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-# What a process exchanges at a time.
+# Memory of a process for exchanging.
 EXCHANGE_BYTES = 256 * MIB
 
 
@@ -62,6 +63,7 @@ class Price:
         rank_bytes: Shape (world_size,): bytes each rank reads, out of a page cache included.
         received_remote: Shape (num_nodes,): bytes that ranks of a node receive from other nodes.
         received_local: Shape (world_size,): bytes a rank receives from ranks of its own node.
+        received: Shape (world_size,): bytes a rank receives from any other.
         storage_s: Predicted seconds to read.
         exchange_s: Predicted seconds to exchange.
         seconds: Predicted seconds of both, overlapped.
@@ -75,6 +77,7 @@ class Price:
     rank_bytes: Ints
     received_remote: Ints
     received_local: Ints
+    received: Ints
     storage_s: float
     exchange_s: float
     seconds: float
@@ -82,7 +85,7 @@ class Price:
     @property
     def exchange_bytes(self) -> int:
         """Bytes received over the job, from other nodes and from the own."""
-        return int(self.received_remote.sum() + self.received_local.sum())
+        return int(self.received.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,12 +150,19 @@ def choose_strategy(
         cost: Of storage and interconnect; the same on every rank.
         read_once: `"auto"` takes the cheapest way, `"always"` the cheapest that reads each byte once, `"never"`
             independent reading. `"auto"` never lets ranks that share a page cache read for each other alone.
-        exchange_bytes: Bytes a process exchanges at a time.
+        exchange_bytes: Memory of a process for exchanging.
 
     Raises:
         ShardingError: If a rank's part cannot be read; names the tensor.
     """
     shape = shape_job(job, index, world_size=len(nodes), seek_bytes=cost.seek_bytes)
+    return price_ways(shape, nodes, cost, read_once=read_once, exchange_bytes=exchange_bytes)
+
+
+def price_ways(
+    shape: JobShape, nodes: Sequence[int], cost: CostModel, *, read_once: ReadOnce, exchange_bytes: int
+) -> Estimate:
+    """Return the same for a job that is arrays already; see `choose_strategy`."""
     node_of = np.array(nodes, np.int64)
     bridges = tuple(find_bridges(shape, max(1, cost.seek_bytes)))
     volumes = (
@@ -203,10 +213,10 @@ def _priced(strategy: Strategy, volume: Volume, cost: CostModel, exchange_bytes:
     )
     exchange_s = max(
         float(np.max(volume.received_remote, initial=0)) / cost.interconnect_bandwidth,
-        float(np.max(volume.received_local, initial=0)) / cost.local_bandwidth,
+        float(np.max(volume.received, initial=0)) / cost.rank_bandwidth,
     )
     most = int(np.max(volume.rank_bytes, initial=0))
-    rounds = max(1, -(-most // exchange_bytes))
+    rounds = max(1, -(-most * PARTS_OF_MEMORY // exchange_bytes))
     seconds = max(storage_s, exchange_s) + min(storage_s, exchange_s) / rounds
     total = int(volume.node_bytes.sum())
     return Price(strategy, total, total - least, *volume, storage_s, exchange_s, seconds)

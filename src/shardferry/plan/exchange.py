@@ -124,7 +124,7 @@ def direct_row_bytes(cost: CostModel, nodes: Sequence[int], box_bytes: int) -> i
         nodes: The node of every rank.
         box_bytes: Most bytes that an exchange writes at once.
     """
-    link = cost.local_bandwidth
+    link = cost.rank_bandwidth
     if len(set(nodes)) > 1:
         link = min(link, cost.interconnect_bandwidth / max(Counter(nodes).values()))
     return min(int(cost.seek_bytes * link / cost.node_bandwidth), MAX_EXCHANGED_ROW_BYTES, box_bytes // 2)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 _PACKED_ELEMENTS = 4
 # A request of a direct read never spans a hole: what lies in it is another rank's to read.
 _NO_HOLES = 1
+# Of the memory for exchanging, one part of so many is read into at a time.
+PARTS_OF_MEMORY = 8
 # Least bytes a rank reads in a round: the largest element, 16 bytes.
 _MIN_CHUNK_BYTES = 16
 
@@ -333,7 +335,7 @@ def _chunk_bytes(num_ranks: int, num_copies: int, exchange_bytes: int) -> int:
     A quarter is for what is read, twice, as the next round is read during this one; a quarter for what is sent if that
     is not what was read; half for what is received.
     """
-    most = min(exchange_bytes // 8, exchange_bytes // (2 * max(1, num_ranks - 1)))
+    most = min(exchange_bytes // PARTS_OF_MEMORY, exchange_bytes // (2 * max(1, num_ranks - 1)))
     if num_copies:
         most = min(most, exchange_bytes // (4 * num_copies))
     return max(most - _MIN_CHUNK_BYTES, _MIN_CHUNK_BYTES)

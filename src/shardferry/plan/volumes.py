@@ -31,6 +31,7 @@ class Volume(NamedTuple):
         rank_bytes: Shape (world_size,): bytes each rank reads, out of a page cache included.
         received_remote: Shape (num_nodes,): bytes that ranks of a node receive from other nodes.
         received_local: Shape (world_size,): bytes a rank receives from other ranks of its node.
+        received: Shape (world_size,): bytes a rank receives from any other.
     """
 
     node_bytes: Ints
@@ -38,6 +39,7 @@ class Volume(NamedTuple):
     rank_bytes: Ints
     received_remote: Ints
     received_local: Ints
+    received: Ints
 
 
 class Bridge(NamedTuple):
@@ -129,7 +131,8 @@ def volume_independent(shape: JobShape, node_of: Ints, bridges: Iterable[Bridge]
     if not has_page_cache:
         node_bytes = _by_group(rank_bytes, node_of, num_nodes)
         node_requests = _by_group(rank_requests, node_of, num_nodes)
-    return Volume(node_bytes, node_requests, rank_bytes, np.zeros(num_nodes, np.int64), np.zeros_like(node_of))
+    nothing = np.zeros_like(node_of)
+    return Volume(node_bytes, node_requests, rank_bytes, np.zeros(num_nodes, np.int64), nothing, nothing)
 
 
 def volume_whole(shape: JobShape, node_of: Ints, *, has_page_cache: bool) -> Volume:
@@ -148,7 +151,7 @@ def volume_whole(shape: JobShape, node_of: Ints, *, has_page_cache: bool) -> Vol
     node_bytes = _by_group(shape.file_bytes @ by_node, node_of, num_nodes)
     node_requests = _by_group(by_node.sum(axis=0), node_of, num_nodes)
     nothing = np.zeros(shape.world_size, np.int64)
-    return Volume(node_bytes, node_requests, rank_bytes, np.zeros(num_nodes, np.int64), nothing)
+    return Volume(node_bytes, node_requests, rank_bytes, np.zeros(num_nodes, np.int64), nothing, nothing)
 
 
 def volume_once(
@@ -189,6 +192,7 @@ def volume_once(
         rank_bytes=rank_bytes,
         received_remote=np.rint(np.bincount(node_of, weights=remote, minlength=num_nodes)).astype(np.int64),
         received_local=np.rint(local).astype(np.int64),
+        received=np.rint(local + remote).astype(np.int64),
     )
 
 

@@ -31,7 +31,6 @@ from benchmarks.measure import own_peak_bytes, timed
 
 from shardferry import CheckpointIndex, open_checkpoint
 from shardferry.convert.ops import Stored
-from shardferry.execute.reading import tensors_wanted
 from shardferry.plan.agreement import choose_layouts, disputed, make_table, names_in, table_from_bytes, table_to_bytes
 from shardferry.plan.costmodel import PRESETS
 from shardferry.plan.demand import (
@@ -42,7 +41,8 @@ from shardferry.plan.demand import (
     wants_of,
     wants_to_bytes,
 )
-from shardferry.plan.estimate import EXCHANGE_BYTES, choose_strategy, thin_bytes
+from shardferry.plan.demand_shape import shape_demand
+from shardferry.plan.estimate import EXCHANGE_BYTES, price_ways, thin_bytes
 from shardferry.plan.load import Wanted, plan_load
 from shardferry.plan.match import Matching, Rules, match_targets
 from shardferry.plan.readonce import Policy, plan_read_once
@@ -135,7 +135,8 @@ def _plan_exchange(
         demand = make_demand(rows, told_sets)
     with timed(seconds, "price"):
         nodes = tuple(rank // RANKS_PER_NODE for rank in range(NUM_RANKS))
-        estimate = choose_strategy(*tensors_wanted(demand, units, index, NUM_RANKS), nodes, COST, read_once="always")
+        shape = shape_demand(demand, units, index, world_size=NUM_RANKS, seek_bytes=COST.seek_bytes)
+        estimate = price_ways(shape, nodes, COST, read_once="always", exchange_bytes=EXCHANGE_BYTES)
     with timed(seconds, "plan exchange"):
         policy = Policy((0,) * NUM_RANKS, thin_bytes(COST), EXCHANGE_BYTES)
         once = plan_read_once(plan, units, demand, wants, policy, rank=RANK)

@@ -76,7 +76,7 @@ def plan(  # noqa: PLR0913 - the options of the command line
     model = None if cost is None else named_cost_model(cost)
     index = open_checkpoint(path, strict=not no_strict, variant=variant)
     job = simulate_job(index, axes, shard_rules)
-    estimate = choose_strategy(job, index, nodes, model or storage_cost(index.root), read_once=read_once)
+    estimate = choose_strategy(job, index, nodes, model or storage_cost(index), read_once=read_once)
     if as_json:
         click.echo(json.dumps({"path": redact(path), **estimate_to_json(estimate)}, allow_nan=False))
         return

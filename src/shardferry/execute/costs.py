@@ -22,9 +22,10 @@ from urllib.parse import urlsplit
 from shardferry.errors import InvalidInputError, StorageError
 from shardferry.plan.costmodel import PRESETS, cost_model_from_json, cost_model_to_json
 from shardferry.storage.filesystem import Mount, mount_of
-from shardferry.storage.location import locate
+from shardferry.storage.location import is_remote, locate
 
 if TYPE_CHECKING:
+    from shardferry.format.index import CheckpointIndex
     from shardferry.plan.costmodel import CostModel
     from shardferry.storage.location import Location
 
@@ -61,16 +62,16 @@ def cost_model_for(path: str | os.PathLike[str]) -> CostModel:
         return replace(preset, source=f"{preset.source} ({error})"[:400])
 
 
-def storage_cost(root: str) -> CostModel:
-    """Return what the storage of a checkpoint costs, a path's or a URL's.
+def storage_cost(index: CheckpointIndex) -> CostModel:
+    """Return what the storage of a checkpoint costs, on a filesystem or at a URL.
 
-    Args:
-        root: The folder or URL that file names are relative to, as an index has it.
+    A file of it tells, not the folder: that may be full of links to somewhere else.
 
     Raises:
         StorageError: If it is a path and cannot be looked at.
     """
-    return cost_model_for(root)
+    is_folder = index.files and not is_remote(index.root)
+    return cost_model_for(Path(index.root, next(iter(index.files))) if is_folder else index.root)
 
 
 def target_cost(path: str) -> CostModel:

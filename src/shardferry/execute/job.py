@@ -1,6 +1,6 @@
 """One load from start to end, on every rank of a group.
 
-1. open: rank 0 opens and validates the checkpoint and shares the parsed index.
+1. open: rank 0 opens and validates the checkpoint, and shares the parsed index and what storage costs it.
 2. agree: every rank matches its model with the index; names, shapes, dtypes and layouts are compared over all ranks.
 3. plan: every rank plans its copies; one rank per other node checks that its files are the ones rank 0 opened. Where
    one rank may read for others, all agree how (see `reading`).
@@ -23,10 +23,11 @@ from shardferry.errors import InvalidInputError
 from shardferry.execute.fill import execute_plan
 from shardferry.execute.load import Destination, Settings, Staging
 from shardferry.execute.meter import Buffers, Meter
-from shardferry.execute.open import open_checkpoint
+from shardferry.execute.opening import share_opened
 from shardferry.execute.reading import (
     Reading,
     Sharing,
+    View,
     agree_on_estimate,
     agree_on_reading,
     may_share,
@@ -36,10 +37,10 @@ from shardferry.execute.readonce import Rounds, execute_rounds
 from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
 from shardferry.execute.topology import nodes_of, read_threads
 from shardferry.format.checkpoint import check_file
-from shardferry.format.index import CheckpointIndex, TensorInfo
 from shardferry.plan.agreement import (
     Table,
     check_choice,
+    check_rules,
     choose_layouts,
     contradicted,
     disputed,
@@ -64,6 +65,8 @@ from shardferry.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from shardferry.format.index import CheckpointIndex, TensorInfo
+    from shardferry.plan.costmodel import CostModel
     from shardferry.plan.estimate import Estimate
     from shardferry.storage.base import Store
     from shardferry.transport.base import Group
@@ -146,6 +149,7 @@ class _Known:
     """What a rank knows once all have agreed."""
 
     index: CheckpointIndex
+    cost: CostModel
     matching: Matching
     tables: tuple[Table, ...]
     nodes: tuple[int, ...]
@@ -161,13 +165,13 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
     nodes = nodes_of(group.hosts, request.node_of_rank)
     mine.node = nodes[group.rank]
     with mine.timed("open"):
-        index = share_index(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
+        index, cost = share_opened(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
     with mine.timed("agree"):
         matching, tables = _agree(group, index, adapter, request)
         unfitting = _unfitting(index, tables)
         raise_problems(unfitting, strict=request.strict)
     with mine.timed("plan"):
-        reading = _plan(group, _Known(index, matching, tables, nodes), request)
+        reading = _plan(group, _Known(index, cost, matching, tables, nodes), request)
     reports = _read(_Work(group, adapter, reading, index, nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
     unmatched = tuple(map(describe_rule, matching.unmatched))
@@ -188,28 +192,14 @@ def estimate_load(group: Group, adapter: Adapter, request: Request, sharing: Sha
         ShardferryError: On every rank, as `run_load` does before it reads.
     """
     nodes = nodes_of(group.hosts, request.node_of_rank)
-    index = share_index(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
+    index, cost = share_opened(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
     matching, tables = _agree(group, index, adapter, request)
     raise_problems(_unfitting(index, tables), strict=request.strict)
-    known = _Known(index, matching, tables, nodes)
-    if not may_share(nodes, index.root, sharing):
+    known = _Known(index, cost, matching, tables, nodes)
+    if not may_share(nodes, cost, sharing):
         sharing = sharing._replace(read_once="never")
-    plan = agree_on_estimate(group, index, nodes, sharing, lambda: _plan_own(group, known, request))
-    return plan.estimate
-
-
-def share_index(group: Group, path: str, *, strict: bool, variant: str | None) -> CheckpointIndex:
-    """Return the index of the checkpoint at `path`, which rank 0 opens and checks. Collective."""
-    opened: list[CheckpointIndex] = []
-
-    def work() -> bytes:
-        if group.rank:
-            return b""
-        opened.append(open_checkpoint(path, strict=strict, variant=variant))
-        return opened[0].to_bytes() if group.world_size > 1 else b""
-
-    shared = together(group, "open checkpoint", work)
-    return opened[0] if opened else CheckpointIndex.from_bytes(shared[0])
+    view = View(index, nodes, cost, sharing)
+    return agree_on_estimate(group, view, lambda: _plan_own(group, known, request)).estimate
 
 
 def _agree(
@@ -242,6 +232,7 @@ def check_given_names(index: CheckpointIndex, targets: Sequence[Target], given: 
 
 
 def _check_agreement(group: Group, targets: Sequence[Target], tables: Sequence[Table]) -> None:
+    check_rules(tables)
     patterns = disputed(tables)
     if not patterns:
         return
@@ -265,10 +256,9 @@ def _plan(group: Group, known: _Known, request: Request) -> Reading:
         plans.append(_plan_own(group, known, request))
         return b""
 
-    if request.sharing is not None and may_share(known.nodes, known.index.root, request.sharing):
-        return agree_on_reading(
-            group, known.index, known.nodes, request.sharing, lambda: _plan_own(group, known, request)
-        )
+    if request.sharing is not None and may_share(known.nodes, known.cost, request.sharing):
+        view = View(known.index, known.nodes, known.cost, request.sharing)
+        return agree_on_reading(group, view, lambda: _plan_own(group, known, request))
     if len(set(known.nodes)) == 1:
         work()  # rank 0 has looked at the files; an error here still reaches all ranks, when they read
     else:
@@ -278,7 +268,7 @@ def _plan(group: Group, known: _Known, request: Request) -> Reading:
 
 def _plan_own(group: Group, known: _Known, request: Request) -> LoadPlan:
     """Return what this rank would read by itself, after a look at the files it would read it from."""
-    plan = plan_load(known.index, _wanted(known, group.rank))
+    plan = plan_load(known.index, _wanted(known, group.rank), known.cost.seek_bytes)
     _check_files(known, group.rank, request.path)
     return plan
 
@@ -346,8 +336,9 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
             with work.mine.timed("exchange"):
                 _exchange(work, destinations, store, settings, Buffers(meter))
         with work.mine.timed("read"):
-            direct = plan if exchange is None else exchange.plan.direct
-            execute_plan(direct, destinations, store, work.checkpoint.files, settings)
+            execute_plan(
+                plan if exchange is None else exchange.plan.direct, destinations, store, work.checkpoint.files, settings
+            )
         work.mine.num_tensors = len(plan.tensors)
         work.mine.peak_extra_bytes = meter.peak_bytes
         work.mine.num_cast, work.mine.num_overflowed = work.adapter.cast_counts()

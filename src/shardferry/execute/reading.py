@@ -1,7 +1,6 @@
 """Agree how to read: who wants what, what each way of reading would cost, and one plan that all ranks share.
 
-1. plan: every rank plans its own copies and tells what they read; rank 0 tells what storage costs it, and that is
-   everyone's cost model.
+1. plan: every rank plans its own copies and tells what they read.
 2. share wants: the sets of tensors behind what was told, each by one rank.
 3. compare plans: every rank plans its part of the exchange, and tells a hash of what it shares with each group.
 
@@ -11,32 +10,23 @@ Where ranks share one page cache, or are told to, they read for themselves, and 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from shardferry.errors import InvalidInputError, ShardingError
-from shardferry.execute.costs import storage_cost
-from shardferry.format.index import CheckpointIndex, TensorInfo
-from shardferry.geometry.sharding import Sharding
-from shardferry.geometry.spans import BITS_PER_BYTE
-from shardferry.plan.catalogue import Held
-from shardferry.plan.costmodel import cost_model_from_json, cost_model_to_json
 from shardferry.plan.demand import (
-    all_shapes,
     make_demand,
     number_units,
-    patterns_of,
     rows_from_bytes,
     sets_to_bytes,
     wants_of,
     wants_to_bytes,
 )
-from shardferry.plan.estimate import ReadOnce, choose_strategy, thin_bytes
+from shardferry.plan.demand_shape import shape_demand
+from shardferry.plan.estimate import ReadOnce, price_ways, thin_bytes
 from shardferry.plan.readonce import Policy, ReadOncePlan, plan_read_once
-from shardferry.storage.location import is_remote
 from shardferry.transport.together import together
 from shardferry.units import MIB, format_bytes
 
@@ -44,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from shardferry.format.index import CheckpointIndex
+    from shardferry.plan.costmodel import CostModel
     from shardferry.plan.demand import Demand, Units, Wants
     from shardferry.plan.estimate import Estimate
     from shardferry.plan.load import LoadPlan
@@ -101,6 +93,23 @@ class Reading:
     strategy: str
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What all ranks see alike.
+
+    Attributes:
+        index: The checkpoint.
+        nodes: The node of every rank.
+        cost: What storage costs rank 0.
+        sharing: What the caller asked for; only its mover may be another on every rank.
+    """
+
+    index: CheckpointIndex
+    nodes: Sequence[int]
+    cost: CostModel
+    sharing: Sharing
+
+
 class Agreed(NamedTuple):
     """What a rank knows when all have told what they want.
 
@@ -129,17 +138,17 @@ def check_sharing(sharing: Sharing) -> None:
         )
 
 
-def may_share(nodes: Sequence[int], root: str, sharing: Sharing | None) -> bool:
-    """Return whether ranks could read for each other; the same on all ranks that have the same index and options.
+def may_share(nodes: Sequence[int], cost: CostModel, sharing: Sharing | None) -> bool:
+    """Return whether ranks could read for each other; the same on all ranks that have the same options.
 
     Args:
         nodes: The node of every rank.
-        root: Where rank 0 opened the checkpoint.
+        cost: What storage costs rank 0.
         sharing: What the caller asked for.
     """
     if len(nodes) == 1 or sharing is None or sharing.read_once == "never":
         return False
-    return sharing.read_once == "always" or len(set(nodes)) > 1 or is_remote(root)
+    return sharing.read_once == "always" or len(set(nodes)) > 1 or not cost.has_page_cache
 
 
 def read_alone(plan: LoadPlan, sharing: Sharing | None) -> Reading:
@@ -148,28 +157,24 @@ def read_alone(plan: LoadPlan, sharing: Sharing | None) -> Reading:
     return Reading(plan, None, _AS_ASKED if asked else _ONE_PAGE_CACHE)
 
 
-def agree_on_reading(
-    group: Group, index: CheckpointIndex, nodes: Sequence[int], sharing: Sharing, make_plan: Callable[[], LoadPlan]
-) -> Reading:
+def agree_on_reading(group: Group, view: View, make_plan: Callable[[], LoadPlan]) -> Reading:
     """Return how this rank reads, once all have agreed. Collective: call it if `may_share` says so.
 
     Args:
         group: The ranks.
-        index: The checkpoint.
-        nodes: The node of every rank.
-        sharing: What the caller asked for.
+        view: What all ranks see alike.
         make_plan: Returns what this rank would read by itself; may raise.
 
     Raises:
         InvalidInputError: If ranks were called with different options; names them.
         ShardingError: If ranks do not plan the same, which is a fault of ours; names them.
     """
-    agreed = agree_on_estimate(group, index, nodes, sharing, make_plan)
+    agreed = agree_on_estimate(group, view, make_plan)
     estimate = agreed.estimate
     if estimate.chosen == "independent":
         return Reading(agreed.plan, None, estimate.why)
-    domains = (0,) * len(nodes) if estimate.chosen == "read-once per job" else tuple(nodes)
-    policy = Policy(domains, thin_bytes(estimate.cost), sharing.exchange_bytes)
+    domains = (0,) * len(view.nodes) if estimate.chosen == "read-once per job" else tuple(view.nodes)
+    policy = Policy(domains, thin_bytes(estimate.cost), view.sharing.exchange_bytes)
     once: list[ReadOncePlan] = []
 
     def plan() -> bytes:
@@ -182,21 +187,18 @@ def agree_on_reading(
     return Reading(agreed.plan, Exchange(once[0], agreed.units, is_needed), estimate.why)
 
 
-def agree_on_estimate(
-    group: Group, index: CheckpointIndex, nodes: Sequence[int], sharing: Sharing, make_plan: Callable[[], LoadPlan]
-) -> Agreed:
+def agree_on_estimate(group: Group, view: View, make_plan: Callable[[], LoadPlan]) -> Agreed:
     """Return what each way of reading would cost, the same on all ranks, and what it was computed from. Collective.
 
     Args:
         group: The ranks.
-        index: The checkpoint.
-        nodes: The node of every rank.
-        sharing: What the caller asked for.
+        view: What all ranks see alike.
         make_plan: Returns what this rank would read by itself; may raise.
 
     Raises:
         InvalidInputError: If ranks were called with different options; names them.
     """
+    index, nodes, cost, sharing = view.index, view.nodes, view.cost, view.sharing
     units = number_units(index)
     plans: list[LoadPlan] = []
     wants: list[Wants] = []
@@ -204,49 +206,16 @@ def agree_on_estimate(
     def tell() -> bytes:
         plans.append(make_plan())
         wants.append(wants_of(plans[0], units))
-        cost = cost_model_to_json(storage_cost(index.root)) if group.rank == 0 else None
-        return json.dumps([_options(sharing, nodes), cost, wants_to_bytes(wants[0]).decode()]).encode()
+        return json.dumps([_options(sharing, nodes), wants_to_bytes(wants[0]).decode()]).encode()
 
     told = [json.loads(data) for data in together(group, "plan", tell)]
-    _check_same_call([options for options, _, _ in told])
-    cost = cost_model_from_json(json.dumps(told[0][1]).encode(), "what rank 0 told")
-    rows = [rows_from_bytes(want.encode()) for _, _, want in told]
+    _check_same_call([options for options, _ in told])
+    rows = [rows_from_bytes(want.encode()) for _, want in told]
     sets = together(group, "share wants", lambda: sets_to_bytes(wants[0], rows, group.rank))
     demand = make_demand(rows, sets)
-    job, stored = tensors_wanted(demand, units, index, len(nodes))
-    estimate = choose_strategy(
-        job, stored, nodes, cost, read_once=sharing.read_once, exchange_bytes=sharing.exchange_bytes
-    )
+    shape = shape_demand(demand, units, index, world_size=len(nodes), seek_bytes=cost.seek_bytes)
+    estimate = price_ways(shape, nodes, cost, read_once=sharing.read_once, exchange_bytes=sharing.exchange_bytes)
     return Agreed(plans[0], units, demand, wants[0], estimate)
-
-
-def tensors_wanted(
-    demand: Demand, units: Units, index: CheckpointIndex, world_size: int
-) -> tuple[dict[str, Held], CheckpointIndex]:
-    """Return what ranks want as a job of plain tensors, one per unit, and an index of those, to price it.
-
-    A rank that wants several regions of a unit has it several times.
-
-    Args:
-        demand: What all ranks want.
-        units: Everything stored.
-        index: The checkpoint.
-        world_size: Ranks of the job.
-    """
-    tensors: dict[str, TensorInfo] = {}
-    job: dict[str, Held] = {}
-    for pattern in patterns_of(demand, units, all_shapes(demand)):
-        num_bytes = math.prod(pattern.shape) * pattern.bits // BITS_PER_BYTE
-        for turn in range(max(len(regions) for _, regions in pattern.wants)):
-            wanted = {rank: regions[turn] for rank, regions in pattern.wants if turn < len(regions)}
-            layout = Sharding(pattern.shape, tuple(map(wanted.get, range(world_size))))
-            held = Held(units.units[pattern.units[0]].dtype, pattern.shape, layout, tuple(wanted))
-            for unit in (units.units[number] for number in pattern.units.tolist()):
-                name = f"{unit.file} {unit.start} {pattern.shape} {turn}"
-                span = (unit.start, unit.start + num_bytes)
-                tensors[name] = TensorInfo(unit.dtype, pattern.shape, unit.file, span)
-                job[name] = held if held.dtype == unit.dtype else replace(held, dtype=unit.dtype)
-    return job, CheckpointIndex(index.root, tensors, index.files, {})
 
 
 def check_plans(told: Sequence[bytes]) -> bool:

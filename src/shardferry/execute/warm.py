@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from shardferry.errors import InvalidInputError, StorageError
-from shardferry.execute.costs import cost_model_for
+from shardferry.execute.costs import storage_cost
 from shardferry.execute.warm_read import Watch, absent_bytes, held_bytes, opened_file, read_shares
 from shardferry.execute.warm_report import Look, NodePlan, WarmReport, make_report
 from shardferry.plan.warm import FileReads, fit_room, node_wants, plan_warm, share_of
@@ -70,7 +69,7 @@ def warm_node(
         ShardferryError: If a layout cannot be, a file cannot be read, or there is no room and it was not to shrink.
     """
     begin = perf_counter()
-    cost = request.cost or cost_of(index)
+    cost = request.cost or storage_cost(index)
     wanted = tuple(node_wants(index, job, {}, ranks))
     node = plan_node(index, wanted, look_at(index, wanted, cost.seek_bytes, request.when_short))
     watch = Watch(ranks[0], request.on_progress, lambda: None)
@@ -93,14 +92,6 @@ def page_cached_root(path: str) -> str:
             "warmed. Warm a mount or a copy of it"
         )
     return where.root
-
-
-def cost_of(index: CheckpointIndex) -> CostModel:
-    """Return what the storage of a checkpoint costs: as measured by `shardferry probe`, else the preset that suits it.
-
-    A file of it tells, not the folder: that may be full of links to somewhere else.
-    """
-    return cost_model_for(Path(index.root, next(iter(index.files), "")))
 
 
 def look_at(index: CheckpointIndex, wanted: Sequence[Wanted], seek_bytes: int, when_short: WhenShort) -> Look:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.convert.ops import Stored
 from shardferry.errors import MismatchError
-from shardferry.execute.job import check_given_names, share_index
+from shardferry.execute.costs import storage_cost
+from shardferry.execute.job import check_given_names
+from shardferry.execute.opening import share_opened
 from shardferry.execute.topology import nodes_of
-from shardferry.execute.warm import cost_of, look_at, page_cached_root, plan_node
+from shardferry.execute.warm import look_at, page_cached_root, plan_node
 from shardferry.execute.warm_read import Watch, absent_bytes, read_shares
 from shardferry.execute.warm_report import Look, Tally, make_report
 from shardferry.format.checkpoint import check_file
@@ -93,7 +95,7 @@ def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: Job
     """
     begin = perf_counter()
     nodes = nodes_of(group.hosts, request.node_of_rank)
-    index = share_index(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
+    index, _ = share_opened(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
     # A rank's own path: nodes may keep the checkpoint in different places.
     index = replace(index, root=page_cached_root(request.path))
     job, cost = _compare(group, index, targets, request)
@@ -120,7 +122,7 @@ def _compare(
         check_given_names(index, mine, request.given_names)
         matching = match_targets(index, mine, request.rules)
         held.extend(_as_held(match) for match in matching.matches)
-        cost = request.warm.cost or (cost_of(index) if group.rank == 0 else None)
+        cost = request.warm.cost or (storage_cost(index) if group.rank == 0 else None)
         inventory = inventory_to_bytes(held, group.rank).decode()
         return json.dumps([inventory, asdict(matching.problems), None if cost is None else asdict(cost)]).encode()
 

@@ -14,6 +14,8 @@ import pytest
 from tests.checkpoints import entry, raw_file, sharded, tensor, write_files
 
 from shardferry.convert.ops import Stored, concatenate
+from shardferry.convert.rules import Convert, Rename
+from shardferry.convert.steps import Concatenate
 from shardferry.errors import InvalidInputError, MismatchError, RankFailedError, StorageError
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.warm import WarmRequest, look_at, page_cached_root, plan_node, warm_node
@@ -35,13 +37,15 @@ if TYPE_CHECKING:
     from tests.tools.mounts import MakeMounts, SlowMounts
 
     from shardferry.convert.ops import Expression
+    from shardferry.convert.rules import Rule
     from shardferry.execute.report import Progress
     from shardferry.execute.warm_report import WarmReport
     from shardferry.transport.base import Group
 
 ROWS, ROW_BYTES = 8, MIB
 NAMES = ("a.weight", "b.weight", "c.weight")
-HALVES = MeshLayout((2,), (0, 1), (Split(0, 0),))
+HALVED = (Split(0, 0),)
+HALVES = MeshLayout((2,), (0, 1), HALVED)
 QUARTERS = MeshLayout((4,), (0, 1, 2, 3), (Split(0, 0),))
 LOCAL, NETWORK = PRESETS["local"], PRESETS["network_mount"]
 
@@ -227,11 +231,12 @@ def warm_job(
     mounts: SlowMounts,
     targets: list[Target],
     sources: Mapping[str, Expression] | None = None,
+    conversions: tuple[Rule, ...] = (),
     **changes: object,
 ) -> WarmReport:
     """Warm on 4 ranks, two on each node; a node sees the checkpoint under its own mount."""
     path = str(mounts.paths[group.rank // 2])
-    rules = Rules(sources or {}, cast=True, ignorable=lambda _: False)
+    rules = Rules(sources or {}, cast=True, ignorable=lambda _: False, conversions=conversions)
     asked = JobRequest(
         path=path,
         checkpoint_strict=True,
@@ -284,6 +289,30 @@ def test_conversions_decide_what_a_rank_reads(mounts: SlowMounts) -> None:
     reports = run_ranks(4, lambda group: warm_job(group, mounts, [fused], sources))
     assert [report.bytes_wanted for report in reports] == [8 * MIB] * 4
     assert mounts.counts(0)["read_bytes"] == pytest.approx(8 * MIB, rel=0.1)
+
+
+def test_rules_tell_what_other_ranks_of_the_node_read(mounts: SlowMounts) -> None:
+    """Of each node one rank holds half of `a.weight`, which is stored as `b.weight`, and the other half of `fused`."""
+    rules = (
+        Rename("^a", "t"),
+        Rename("^b", "a"),
+        Rename("^t", "b"),
+        Convert(("b.weight", "c.weight"), ("fused",), (Concatenate(0),)),
+    )
+
+    def run(group: Group) -> WarmReport:
+        fused = Target(("fused",), "U8", (2 * ROWS, ROW_BYTES), (ROWS, ROW_BYTES), (MeshLayout((2,), (1, 3), HALVED),))
+        renamed = target("a.weight", MeshLayout((2,), (0, 2), HALVED))
+        return warm_job(group, mounts, [fused if group.rank % 2 else renamed], conversions=rules)
+
+    for node in range(2):
+        opened(mounts, node)
+    reports = run_ranks(4, run)
+    assert [report.bytes_wanted for report in reports] == [12 * MIB] * 4
+    assert [file.file for file in reports[0].files] == ["one.safetensors"]
+    assert [file.file for file in reports[2].files] == ["one.safetensors", "two.safetensors"]
+    assert mounts.counts(1)["read_bytes:two.safetensors"] == pytest.approx(8 * MIB, rel=0.1)
+    assert mounts.counts(0).get("read_bytes:two.safetensors", 0) < MIB  # a header
 
 
 def test_one_ranks_read_error_is_everyones(mounts: SlowMounts) -> None:

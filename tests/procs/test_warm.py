@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardferry.torch as sf
+from shardferry.conversions import StripPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,17 +83,19 @@ def test_a_load_after_warming_fetches_nothing(ranks: RankPool, mounts: SlowMount
 
 
 def warm_alone(path: str) -> tuple[sf.WarmReport, str]:
-    state = {"1.bias": torch.zeros(WIDTH), "not.stored": torch.zeros(1)}
+    state = {"bias": torch.zeros(WIDTH), "not.stored": torch.zeros(1)}
     message = ""
     try:
         sf.warm(state, path, stric=False)  # type: ignore[call-arg]  # a typing error
     except TypeError as error:
         message = str(error)
-    return sf.warm(state, path, when_short="refuse"), message
+    return sf.warm(state, path, when_short="refuse", conversions=[StripPrefix("1.")]), message
 
 
-def test_a_state_dict_is_warmed_for_and_a_wrong_option_refused(ranks: RankPool, mounts: SlowMounts) -> None:
+def test_a_state_dict_under_other_names_is_warmed_for_and_a_wrong_option_refused(
+    ranks: RankPool, mounts: SlowMounts
+) -> None:
     for report, message in ranks(2).run(warm_alone, str(mounts.paths[0])):
         assert report.ranks == (0, 1)
         assert report.bytes_wanted == 4 * WIDTH
-        assert message.startswith("unknown option stric; warming takes checkpoint_strict, cost,")
+        assert message.startswith("unknown option stric; warming takes checkpoint_strict, conversions, cost,")

@@ -15,9 +15,11 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from shardferry.convert.ops import Stored
+from shardferry.convert.table import to_model
+from shardferry.convert.tensor import stored_tensors
 from shardferry.errors import MismatchError
 from shardferry.execute.costs import storage_cost
 from shardferry.execute.job import check_given_names
@@ -35,8 +37,9 @@ from shardferry.storage.files import LocalFiles
 from shardferry.transport.together import together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from shardferry.convert.ops import Expression
     from shardferry.execute.warm import WarmRequest
     from shardferry.execute.warm_report import NodePlan, WarmReport
     from shardferry.format.index import CheckpointIndex
@@ -98,9 +101,9 @@ def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: Job
     index, _ = share_opened(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
     # A rank's own path: nodes may keep the checkpoint in different places.
     index = replace(index, root=page_cached_root(request.path))
-    job, cost = _compare(group, index, targets, request)
+    job, sources, cost = _compare(group, index, targets, request)
     ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[group.rank])
-    here = _Here(index, tuple(node_wants(index, job, request.rules.sources, ranks)), ranks, cost)
+    here = _Here(index, tuple(node_wants(index, job, sources, ranks)), ranks, cost)
     plan = _look(group, here, request)
     tallies = _read(group, here, plan, request)
     absent = _look_again(group, here, plan)
@@ -113,15 +116,18 @@ def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: Job
 
 def _compare(
     group: Group, index: CheckpointIndex, targets: Callable[[], Sequence[Target]], request: JobRequest
-) -> tuple[dict[str, Held], CostModel]:
-    """Return every tensor of the job that the checkpoint has, and rank 0's cost model."""
+) -> tuple[dict[str, Held], Mapping[str, Expression], CostModel]:
+    """Return every tensor of the job that the checkpoint has, how those are made that it has not, and rank 0's cost."""
     held: list[Target] = []
+    sources = dict(request.rules.sources)
 
     def tell() -> bytes:
         mine = targets()
         check_given_names(index, mine, request.given_names)
         matching = match_targets(index, mine, request.rules)
-        held.extend(_as_held(match) for match in matching.matches)
+        made = _made(index, request.rules)
+        sources.update((_made_name(name), source) for name, source in made.items())
+        held.extend(_as_held(index, match, made) for match in matching.matches)
         cost = request.warm.cost or (storage_cost(index) if group.rank == 0 else None)
         inventory = inventory_to_bytes(held, group.rank).decode()
         return json.dumps([inventory, asdict(matching.problems), None if cost is None else asdict(cost)]).encode()
@@ -137,13 +143,34 @@ def _compare(
             f"{index.root} has none of the names of the model, such as {', '.join(problems.missing[:3]) or '(none)'}: "
             "there is nothing to warm. Give the checkpoint this model is loaded from"
         )
-    return job, CostModel(**told[0][2])
+    return job, sources, CostModel(**told[0][2])
 
 
-def _as_held(match: Match) -> Target:
-    """Return the target under the name the checkpoint has for it, by which other ranks find its bytes."""
+def _made(index: CheckpointIndex, rules: Rules) -> dict[str, Expression]:
+    """Return how conversions make tensors that are not stored as they are, also those that only other ranks hold."""
+    if not rules.conversions:
+        return {}
+    tensors = to_model(stored_tensors(index.tensors), rules.conversions).tensors
+    return {name: tensor.source for name, tensor in tensors.items() if not _is_stored(tensor.source, index)}
+
+
+def _made_name(name: str) -> str:
+    """Return how a tensor that conversions make is told of: the checkpoint may have another one of its name."""
+    return f"{name} (converted)"
+
+
+def _is_stored(source: Expression, index: CheckpointIndex) -> TypeGuard[Stored]:
+    """Return whether a tensor is stored as it is, perhaps under another name."""
+    return isinstance(source, Stored) and source.shape == index.tensors[source.key].shape
+
+
+def _as_held(index: CheckpointIndex, match: Match, made: Mapping[str, Expression]) -> Target:
+    """Return the target under the name by which other ranks find its bytes: the checkpoint's, if it is stored."""
     source = match.source
-    name = source.key if isinstance(source, Stored) else match.target.name
+    if _is_stored(source, index):
+        name = source.key
+    else:
+        name = next((_made_name(name) for name in match.target.names if name in made), match.target.name)
     return replace(match.target, names=(name,), shape=source.shape)
 
 

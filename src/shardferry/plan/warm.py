@@ -18,7 +18,7 @@ import numpy as np
 from shardferry.convert.ops import Expression, Stored
 from shardferry.geometry.region import Region
 from shardferry.geometry.spans import merge_spans, union_spans
-from shardferry.plan.load import Copy, Wanted, plan_load
+from shardferry.plan.load import Copy, TensorPlan, Wanted, plan_load
 from shardferry.plan.target import region_of
 from shardferry.units import format_bytes
 
@@ -112,7 +112,7 @@ def node_wants(
         if key not in known:
             known[key] = _regions(held, ranks)
         if known[key]:
-            source = sources[name] if name in sources else Stored(name, index.tensors[name].shape)
+            source = sources[name] if name in sources else Stored(name, held.shape)
             yield from (Wanted(name, source, region) for region in known[key])
 
 
@@ -133,10 +133,20 @@ def plan_warm(
     first_name: dict[Hashable, str] = {}
     canonical = {file: first_name.setdefault(identities[file], file) for file in index.files if file in identities}
     stored: dict[str, dict[int, list[Collapsed]]] = defaultdict(lambda: defaultdict(list))
-    for copy in _copies(index, wanted):
-        stored[canonical[copy.file]][copy.start].append(copy.collapsed)
+    for piece in _pieces(index, wanted):
+        stored[canonical[piece.file]][piece.start].append(piece.collapsed)
+    known: dict[tuple[Collapsed, ...], _Reads] = {}
+    for regions in {tuple(regions) for tensors in stored.values() for regions in tensors.values()}:
+        exact = union_spans(regions)
+        # A table of thin rows is many spans: what is near is joined before they come to a file's.
+        known[regions] = _Reads(_num_bytes(exact), merge_spans(exact, max(0, seek_bytes - 1)))
     return tuple(
-        _plan_file(file, stored[file], file_bytes=index.files[file].size, seek_bytes=seek_bytes)
+        _plan_file(
+            file,
+            [(start, known[tuple(regions)]) for start, regions in stored[file].items()],
+            file_bytes=index.files[file].size,
+            seek_bytes=seek_bytes,
+        )
         for file in index.files
         if file in stored
     )
@@ -196,18 +206,49 @@ def _united(intervals: Sequence[Interval]) -> Intervals:
     return tuple((start, stop) for start, stop in merged.tolist())
 
 
-def _copies(index: CheckpointIndex, wanted: Iterable[Wanted]) -> Iterator[Copy]:
-    for tensor in plan_load(index, wanted).tensors:
+class _Piece(NamedTuple):
+    """What is read of one stored tensor, which begins at `start` of the file."""
+
+    file: str
+    start: int
+    collapsed: Collapsed
+
+
+class _Reads(NamedTuple):
+    """Bytes wanted of one stored tensor, and spans in it to read, holes included."""
+
+    bytes_wanted: int
+    spans: Spans
+
+
+def _pieces(index: CheckpointIndex, wanted: Iterable[Wanted]) -> Iterator[_Piece]:
+    """Yield what is read of stored tensors; one of many that are wanted alike is planned for all."""
+    known: dict[Hashable, tuple[Collapsed, ...]] = {}
+    made: list[Wanted] = []
+    for want in wanted:
+        info = index.tensors[want.source.key] if isinstance(want.source, Stored) else None
+        if info is None or info.parts:
+            made.append(want)
+            continue
+        key = (info.dtype, want.source.shape, want.region)
+        if key not in known:
+            known[key] = tuple(copy.collapsed for copy in _copies(plan_load(index, (want,)).tensors))
+        yield from (_Piece(info.file, info.span[0], collapsed) for collapsed in known[key])
+    for copy in _copies(plan_load(index, made).tensors):
+        yield _Piece(copy.file, copy.start, copy.collapsed)
+
+
+def _copies(tensors: Iterable[TensorPlan]) -> Iterator[Copy]:
+    """Yield everything that is read from files, also to compute with it."""
+    for tensor in tensors:
         yield from tensor.copies
+        for computation in tensor.computations:
+            yield from _copies(computation.inputs)
 
 
-def _plan_file(file: str, stored: Mapping[int, Sequence[Collapsed]], *, file_bytes: int, seek_bytes: int) -> FileReads:
-    bytes_wanted = 0
-    parts = []
-    for start, regions in stored.items():
-        exact = union_spans(regions)
-        bytes_wanted += _num_bytes(exact)
-        parts.append(start + merge_spans(exact, max(0, seek_bytes - 1)))  # a table of thin rows is many spans
+def _plan_file(file: str, stored: Sequence[tuple[int, _Reads]], *, file_bytes: int, seek_bytes: int) -> FileReads:
+    bytes_wanted = sum(reads.bytes_wanted for _, reads in stored)
+    parts = [start + reads.spans for start, reads in stored]
     spans = merge_spans(np.concatenate(parts), max(0, seek_bytes - 1))
     num_bytes = _num_bytes(spans)
     cost = (

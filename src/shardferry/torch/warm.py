@@ -11,6 +11,7 @@ from shardferry.errors import InvalidInputError
 from shardferry.execute.warm import WarmRequest
 from shardferry.execute.warm_job import JobRequest, run_warm
 from shardferry.plan.match import Rules
+from shardferry.torch.conversions import chosen_conversions, ignorable_by_either_name
 from shardferry.torch.entries import ignorable_names, make_target, model_entries, state_dict_entries
 from shardferry.torch.group import open_group
 from shardferry.torch.load import DEFAULT_TIMEOUT_S
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shardferry.execute.warm_report import WarmReport
     from shardferry.plan.costmodel import CostModel
     from shardferry.plan.target import Target
+    from shardferry.torch.conversions import GivenConversions
     from shardferry.torch.shardings import GivenSharding
 
 
@@ -33,6 +35,7 @@ class WarmOptions(TypedDict, total=False):
 
     Attributes:
         shardings: How tensors are truly cut, by name, as for the load.
+        conversions: Rules that make the checkpoint's names and shapes the model's, as for the load.
         checkpoint_strict: Apply the rules of files and index in full (default), as for the load.
         variant: Variant of the file names, e.g. `"fp16"`.
         node_of_rank: Node number of every rank, instead of the detected one.
@@ -45,6 +48,7 @@ class WarmOptions(TypedDict, total=False):
     """
 
     shardings: Mapping[str, GivenSharding]
+    conversions: GivenConversions
     checkpoint_strict: bool
     variant: str | None
     node_of_rank: Sequence[int] | None
@@ -63,7 +67,7 @@ def warm(
     follows, by this library or another one, then reads at the speed of memory.
 
     Args:
-        model: The sharded model, or a state dict of its tensors by checkpoint name; may be on the meta device.
+        model: The sharded model, or a state dict of its tensors by name; may be on the meta device.
         path: A safetensors file, an index file, or a directory that holds a checkpoint.
         **options: See `WarmOptions`.
 
@@ -79,12 +83,14 @@ def warm(
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
         _check_options(options)
-        shardings = options.get("shardings", {})
+        shardings, module = options.get("shardings", {}), _module_of(model)
+        conversions = chosen_conversions(options.get("conversions", ()), module)
+        ignorable = ignorable_by_either_name(ignorable_names(module), conversions)
         request = JobRequest(
             path=os.fspath(path),
             checkpoint_strict=options.get("checkpoint_strict", True),
             variant=options.get("variant"),
-            rules=Rules(sources={}, cast=True, ignorable=ignorable_names(_module_of(model))),
+            rules=Rules(sources={}, cast=True, ignorable=ignorable, conversions=conversions),
             given_names=shardings,
             node_of_rank=options.get("node_of_rank"),
             warm=WarmRequest(

@@ -315,9 +315,19 @@ def _run_job(job: _Job, connection: Connection) -> Outcome:
             ended_at = time.monotonic()
         finally:
             dist.destroy_process_group()
+            _forget_meshes()
     except BaseException as error:  # noqa: BLE001 - tests raise KeyboardInterrupt and SystemExit on purpose
         return _raised(job.rank, error)
     return Outcome(job.rank, "returned", value=value, ended_at=ended_at)
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensor has planned: it takes the next run's meshes for the same, whose groups have other names."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001 - torch has no public way
+    _clear_sharding_prop_cache()
 
 
 def _raised(rank: int, error: BaseException) -> Outcome:

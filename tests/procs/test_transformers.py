@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import shardferry.torch as sf
 import shardferry.torch.transformers as sft
 from shardferry.errors import CheckpointWarning, InvalidInputError, MismatchError
 
@@ -129,6 +130,29 @@ def test_one_process_gets_a_whole_model(checkpoint: str) -> None:
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(model.state_dict()[name], value) for name, value in alone.state_dict().items())
     assert sft.from_pretrained(LlamaForCausalLM, checkpoint).dtype == torch.float32
+
+
+def test_a_tensor_of_another_shape_is_an_error_or_counts_as_missing(checkpoint: str) -> None:
+    wider = config()
+    wider.vocab_size = 40
+    with pytest.raises(MismatchError, match=r"lm_head\.weight: model \[40, 16\], checkpoint \[36, 16\]"):
+        sft.from_pretrained(AutoModelForCausalLM, checkpoint, config=wider)
+    with pytest.warns(CheckpointWarning, match=r"2 names are not .* lm_head\.weight: model \[40, 16\]"):
+        model = sft.from_pretrained(AutoModelForCausalLM, checkpoint, config=wider, ignore_mismatched_sizes=True)
+    assert model.lm_head.weight.shape == (40, 16)
+    assert bool(model.lm_head.weight.isfinite().all())
+    alone = LlamaForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(model.model.norm.weight, alone.model.norm.weight)
+
+
+def test_an_unknown_layout_or_conversion_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    model = sft.from_pretrained(LlamaForCausalLM, checkpoint)
+    with pytest.raises(InvalidInputError, match="must be 'hub' or 'model'"):
+        sft.save_pretrained(model, tmp_path / "out", layout="disk")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="neither 'auto' nor a sequence of rules"):
+        sf.load_model(model, checkpoint, conversions="hub")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="Linear is none: give the rules themselves"):
+        sf.load_model(torch.nn.Linear(2, 2), checkpoint, conversions="auto")
 
 
 def refuse_axis(folder: str) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import Flux2Transformer2DModel
+from diffusers.hooks import tensor_parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -16,15 +18,16 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from shardferry.errors import CheckpointWarning, InvalidInputError, ShardingError
+from shardferry.geometry.region import Region, whole
 from shardferry.geometry.sharding import Sharding
 from shardferry.plan.target import region_of
-from shardferry.torch.plans import shardings_from_plan
+from shardferry.torch.plans import over_mesh, shardings_from_plan
 from shardferry.torch.shardings import given_layout, layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardferry.geometry.region import Intervals, Region
+    from shardferry.geometry.region import Intervals
     from shardferry.torch.shardings import GivenSharding
 
 STYLES_AND_SHAPES = [
@@ -172,3 +175,36 @@ def test_a_mesh_of_several_axes_and_a_model_without_plan_are_refused(mesh: Devic
         shardings_from_plan(nn.Linear(2, 2), {}, DeviceMesh("cpu", [[0, 1]]))
     with pytest.raises(InvalidInputError, match="Linear has no plan of its own"):
         shardings_from_plan(nn.Linear(2, 2), None, mesh)
+
+
+def test_the_own_plan_of_a_model_of_diffusers_cuts_what_diffusers_cuts(mesh: DeviceMesh) -> None:
+    """Its keys have one wildcard, for the block, beside numbers that are meant: `attn.to_out.0`."""
+    kind: Any = Flux2Transformer2DModel
+    with torch.device("meta"):
+        model = kind(
+            in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=4,
+            joint_attention_dim=8, timestep_guidance_channels=8, axes_dims_rope=(2, 2, 2, 2),
+        )  # fmt: skip
+    specs = tensor_parallel.resolve_tp_shard_specs(model, kind._tp_plan, 2)  # noqa: SLF001 - where diffusers keeps it
+    ours = shardings_from_plan(model, None, mesh)
+    assert ours.keys() == specs.keys()
+    for name, spec in specs.items():
+        shape = tuple(model.get_parameter(name).shape)
+        held = whole(shape).dims
+        for rank, region in enumerate(regions(ours[name], shape)):
+            dims = list(held)
+            start, found = 0, []
+            for size in spec.block_sizes or ():
+                found.append((start + rank * size // 2, start + (rank + 1) * size // 2))
+                start += size
+            if spec.dim is not None:
+                dims[spec.dim] = tuple(found)
+            assert region == Region(tuple(dims)), name
+
+
+@pytest.mark.usefixtures("mesh")
+def test_every_group_along_an_axis_of_a_larger_mesh_is_cut_alike() -> None:
+    larger = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    first, second = (Region((held,)) for held in (((0, 2), (4, 6)), ((2, 4), (6, 8))))
+    assert over_mesh((8,), [first, second], larger["tp"]).regions == (first, second)
+    assert over_mesh((8,), [whole((8,))], larger["dp"]).regions == (whole((8,)), whole((8,)))

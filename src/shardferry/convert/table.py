@@ -54,8 +54,13 @@ class Conversions(Protocol):
         """Return a model's tensors as the checkpoint has them."""
         ...
 
-    def spelled(self, name: str) -> str:
-        """Return how the model would spell a name of the checkpoint that it lacks; asked after `to_model`."""
+    def ignores(self, name: str, is_ignored: Callable[[str], bool]) -> bool:
+        """Return whether a name of the checkpoint is of no use on purpose; asked after `to_model`.
+
+        Args:
+            name: As the checkpoint spells it.
+            is_ignored: Says it of a name as the model would spell it.
+        """
         ...
 
     def loaded(self) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.execute.extras import Extras
-from shardferry.format.oldfiles import Naming
 from shardferry.plan.publish import check_existing, choose_protocol
 from shardferry.storage.place import Place
 from shardferry.storage.publish import Claim, Publication, claim_target
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAMING = Naming()
 TOKEN_BYTES = 4
 # A guess: a rank learns of a failure between two pieces of 4 MiB; only one that is inside a slow sync takes longer, and
 # that one creates nothing any more.
@@ -106,7 +104,7 @@ class Staging:
         index = None if layout.index is None or layout.index_name is None else (layout.index_name, layout.index)
         begun.publication.seal({file.name: file.size for file in layout.files}, index)
         # Another program may have put something there meanwhile: a config where nothing was, or a checkpoint.
-        state = survey_target(begun.claim.state.path, NAMING)
+        state = survey_target(begun.claim.state.path, self._layout.naming)
         if self.protocol != "in place":
             check_existing(state, begun.on_existing)
             self.protocol = choose_protocol(state, begun.claim.capabilities)
@@ -145,10 +143,10 @@ def stage(
     def work() -> bytes:
         if group.rank:
             return b""
-        found = survey_target(path, NAMING)
+        found = survey_target(path, layout.naming)
         if not found.leftovers:
             check_existing(found, on_existing)  # before a lock is taken, which a directory may not allow
-        extras = Extras(write_extras, layout, NAMING)
+        extras = Extras(write_extras, layout, layout.naming)
         try:
             place, protocol, one = _claim(path, layout, on_existing, extras)
         except BaseException:
@@ -173,7 +171,7 @@ def _claim(
     path: str, layout: CheckpointLayout, on_existing: OnExisting, extras: Extras
 ) -> tuple[Place, PublishProtocol, _Begun]:
     token = secrets.token_hex(TOKEN_BYTES)
-    claim = claim_target(LocalFilesystem(), path, NAMING, token, forward=on_existing == "replace")
+    claim = claim_target(LocalFilesystem(), path, layout.naming, token, forward=on_existing == "replace")
     try:
         check_existing(claim.state, on_existing)
         protocol = choose_protocol(claim.state, claim.capabilities)

@@ -42,7 +42,7 @@ from shardferry.plan.catalogue import (
 from shardferry.plan.costmodel import cost_model_from_json, cost_model_to_json
 from shardferry.plan.exchange import choose_exchange, plan_rounds
 from shardferry.plan.match import FLOATS
-from shardferry.plan.packing import CheckpointLayout, lay_out_checkpoint
+from shardferry.plan.packing import PLAIN, CheckpointLayout, lay_out_checkpoint
 from shardferry.plan.save import plan_save
 from shardferry.plan.streams import plan_owners, plan_streams
 from shardferry.plan.target import region_of
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from shardferry.convert.rules import Rule
     from shardferry.convert.table import Conversions
+    from shardferry.format.oldfiles import Naming
     from shardferry.plan.costmodel import CostModel
     from shardferry.plan.save import Write
     from shardferry.plan.target import Target
@@ -123,6 +124,7 @@ class SaveRequest:
         hub_limits: Whether an index that the Hub's tools refuse is an error.
         on_progress: Called on every rank with its own progress.
         budget_bytes: Memory this rank may use beside the tensors.
+        naming: How the files are called.
     """
 
     path: str
@@ -137,6 +139,7 @@ class SaveRequest:
     hub_limits: bool
     on_progress: Callable[[Progress], None] | None
     budget_bytes: int
+    naming: Naming = PLAIN
 
 
 class _Model(NamedTuple):
@@ -236,6 +239,7 @@ def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model
         metadata=request.metadata,
         files_like=request.files_like,
         hub_limits=request.hub_limits,
+        naming=request.naming,
     )
     return _Model(held, catalogue, dtypes, layout, unmatched, cost)
 

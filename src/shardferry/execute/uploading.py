@@ -18,7 +18,7 @@ import numpy as np
 
 from shardferry.errors import ShardferryError
 from shardferry.execute.extras import Extras
-from shardferry.execute.publishing import NAMING, STOPPED_WITHIN_S, TOKEN_BYTES
+from shardferry.execute.publishing import STOPPED_WITHIN_S, TOKEN_BYTES
 from shardferry.format.savenames import marker_bytes
 from shardferry.plan.publish import check_existing
 from shardferry.storage.objecttarget import ObjectState, ObjectTarget, check_marker
@@ -151,13 +151,13 @@ class Uploading:
         def work() -> bytes:
             if self._group.rank:
                 return b""
-            state = self._target.look(NAMING)
+            state = self._target.look(self._layout.naming)
             remark = check_marker(state, replace=on_existing == "replace")
             if remark is None:
                 check_existing(state, on_existing)
             else:
                 self.remarks += (remark,)
-            self._begun = _Begun(state, Extras(write_extras, self._layout, NAMING), on_existing)
+            self._begun = _Begun(state, Extras(write_extras, self._layout, self._layout.naming), on_existing)
             return json.dumps(state.etags).encode()
 
         self._etags = json.loads(together(self._group, "look at the target", work)[0])
@@ -188,7 +188,7 @@ class Uploading:
     def _claim(self) -> bytes:
         if self._begun is not None:
             marker = marker_bytes(secrets.token_hex(TOKEN_BYTES), socket.gethostname(), _now())
-            remark = self._target.claim(self._begun.state, NAMING, marker)
+            remark = self._target.claim(self._begun.state, self._layout.naming, marker)
             self._claimed = True
             self.remarks += (remark,) if remark else ()
         return b""
@@ -208,9 +208,9 @@ class Uploading:
     def _finish(self) -> bytes:
         if self._begun is not None:
             self._begun.extras.stage(self)
-            self._target.finish(self._layout.index, NAMING)
+            self._target.finish(self._layout.index, self._layout.naming)
             self._is_published = True
-            new = {*(file.name for file in self._layout.files), self._layout.index_name, NAMING.index}
+            new = {*(file.name for file in self._layout.files), self._layout.index_name, self._layout.naming.index}
             self._target.delete([name for name in self._begun.state.old_files if name not in new])
         return b""
 
@@ -234,7 +234,7 @@ class Uploading:
 
     def _give_back(self, state: ObjectState) -> None:
         """Put back the index that was there; files that were overwritten are gone, which readers of it are told."""
-        self._target.finish(state.index if state.marker is None else None, NAMING)
+        self._target.finish(state.index if state.marker is None else None, self._layout.naming)
 
 
 def _now() -> str:

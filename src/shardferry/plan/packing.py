@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardferry.errors import InvalidInputError
 from shardferry.format.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from shardferry.format.hubindex import HUB_INDEX_BYTES, MAX_INDEX_BYTES, refuse_file_name
+from shardferry.format.oldfiles import Naming
 from shardferry.format.problem import shown
 from shardferry.format.writer import FileLayout, TensorSpec, check_tensors, lay_out_file, metadata_entry, tensor_entry
 from shardferry.plan.match import natural_key
@@ -28,8 +29,10 @@ from shardferry.plan.match import natural_key
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+# The names of transformers.
+PLAIN = Naming()
+SINGLE_NAME = PLAIN.single
+INDEX_NAME = PLAIN.index
 
 # Digits are bounded because converting thousands of them takes time without bound.
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(?:([kmgt]?)(i?)b)?\s*", re.IGNORECASE)
@@ -46,6 +49,7 @@ class CheckpointLayout:
         index: Its content.
         total_size: Bytes of all tensors, without headers.
         warnings: What is odd about it, a sentence each.
+        naming: How its files are called.
     """
 
     files: tuple[FileLayout, ...]
@@ -53,6 +57,7 @@ class CheckpointLayout:
     index: bytes | None
     total_size: int
     warnings: tuple[str, ...]
+    naming: Naming = PLAIN
 
 
 class _Costs(NamedTuple):
@@ -102,6 +107,7 @@ def lay_out_checkpoint(
     metadata: Mapping[str, str],
     files_like: Mapping[str, str] | None,
     hub_limits: bool,
+    naming: Naming = PLAIN,
 ) -> CheckpointLayout:
     """Return the files that these tensors are to be written to, with all headers and the index.
 
@@ -112,6 +118,7 @@ def lay_out_checkpoint(
         files_like: File of each tensor of another checkpoint, to keep its assignment whatever the sizes; a tensor it
             does not name goes where its neighbour in natural order is. None cuts by size.
         hub_limits: Whether to refuse what the Hub's tools cannot read, instead of warning about it.
+        naming: How the files are called.
 
     Raises:
         InvalidInputError: If a tensor, the metadata or a file name cannot be written, or a header or the index would
@@ -120,20 +127,21 @@ def lay_out_checkpoint(
     check_tensors(tensors, metadata)
     names = sorted(sorted(tensors), key=natural_key)  # sorted twice: layers "1" and "01" have equal keys
     if files_like is None or not names:
-        groups = _cut_by_size(names, tensors, max_shard_bytes, metadata)
+        groups = _named(_cut_by_size(names, tensors, max_shard_bytes, metadata), naming)
     else:
-        groups = _group_like(names, files_like)
+        groups = _group_like(names, files_like, naming)
     files = tuple(lay_out_file(file, {name: tensors[name] for name in held}, metadata) for file, held in groups.items())
     total_size = sum(spec.num_bytes for spec in tensors.values())
-    if list(groups) == [SINGLE_NAME]:
-        return CheckpointLayout(files, None, None, total_size, ())
+    if list(groups) == [naming.single]:
+        return CheckpointLayout(files, None, None, total_size, (), naming)
     index = _index({name: file for file, held in groups.items() for name in held}, total_size)
-    return CheckpointLayout(files, INDEX_NAME, index, total_size, _check_index(index, hub_limits=hub_limits))
+    warnings = _check_index(index, naming.index, hub_limits=hub_limits)
+    return CheckpointLayout(files, naming.index, index, total_size, warnings, naming)
 
 
 def _cut_by_size(
     names: Sequence[str], tensors: Mapping[str, TensorSpec], max_shard_bytes: int, metadata: Mapping[str, str]
-) -> dict[str, Sequence[str]]:
+) -> list[Sequence[str]]:
     """Return the tensors of every file, in natural order, cut by size."""
     sizes = [tensors[name].num_bytes for name in names]
     widest = sum(sizes)  # no offset has more digits
@@ -146,10 +154,13 @@ def _cut_by_size(
     cuts = [0]
     for start, stop in _runs(sizes, max_shard_bytes):
         cuts += _cut_run(costs, start, stop, caps)
-    pieces = [names[a:b] for a, b in pairwise(cuts)]
-    if len(pieces) <= 1:
-        return {SINGLE_NAME: names}
-    return {f"model-{at:05d}-of-{len(pieces):05d}.safetensors": held for at, held in enumerate(pieces, start=1)}
+    return [names[a:b] for a, b in pairwise(cuts)] or [names]
+
+
+def _named(pieces: Sequence[Sequence[str]], naming: Naming) -> dict[str, Sequence[str]]:
+    if len(pieces) == 1:
+        return {naming.single: pieces[0]}
+    return {f"{naming.stem}-{at:05d}-of-{len(pieces):05d}.safetensors": held for at, held in enumerate(pieces, start=1)}
 
 
 def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
@@ -211,7 +222,7 @@ def _closest(sums: Sequence[int], wanted: Fraction, low: int, high: int) -> int:
     return min(candidates, key=lambda at: abs(sums[at] - wanted))
 
 
-def _group_like(names: Sequence[str], files_like: Mapping[str, str]) -> dict[str, Sequence[str]]:
+def _group_like(names: Sequence[str], files_like: Mapping[str, str], naming: Naming) -> dict[str, Sequence[str]]:
     """Return the tensors of every file as another checkpoint has them, files in natural order."""
     known = [name for name in names if name in files_like]
     if not known:
@@ -230,10 +241,10 @@ def _group_like(names: Sequence[str], files_like: Mapping[str, str]) -> dict[str
         if wrong:
             raise InvalidInputError(f"files_like: tensor {shown(held[0])!r}: the file {shown(file)!r} {wrong}")
         normal.setdefault(str(PurePosixPath(file)), []).extend(held)
-    if len(normal) > 1 and SINGLE_NAME in normal:
+    if len(normal) > 1 and naming.single in normal:
         raise InvalidInputError(
-            f"files_like puts tensors into {SINGLE_NAME} and {len(normal) - 1} more files: readers that find this name"
-            " open nothing else. Rename the file in the other checkpoint, or don't keep its files"
+            f"files_like puts tensors into {naming.single} and {len(normal) - 1} more files: readers that find this "
+            "name open nothing else. Rename the file in the other checkpoint, or don't keep its files"
         )
     return {file: normal[file] for file in sorted(sorted(normal), key=natural_key)}
 
@@ -249,11 +260,11 @@ def _index(file_of: Mapping[str, str], total_size: int) -> bytes:
     return text.encode()
 
 
-def _check_index(index: bytes, *, hub_limits: bool) -> tuple[str, ...]:
+def _check_index(index: bytes, name: str, *, hub_limits: bool) -> tuple[str, ...]:
     """Return a warning about an index that not everybody can read."""
     if len(index) <= HUB_INDEX_BYTES:
         return ()
-    text = f"{INDEX_NAME} takes {len(index)} bytes; the Hub's tools refuse to read more than {HUB_INDEX_BYTES}"
+    text = f"{name} takes {len(index)} bytes; the Hub's tools refuse to read more than {HUB_INDEX_BYTES}"
     if hub_limits or len(index) > MAX_INDEX_BYTES:
         raise InvalidInputError(f"{text}. Nothing was written; fewer tensors (experts merged) or shorter names help")
     return (text,)

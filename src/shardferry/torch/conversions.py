@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from shardferry.errors import InvalidInputError
 
@@ -24,16 +24,16 @@ def chosen_conversions(given: GivenConversions, model: nn.Module | None) -> tupl
     Raises:
         InvalidInputError: If the model is to say them and there is none, or it is none of transformers.
     """
-    if given == "auto":
-        # Only here, because it takes the adapter of a library that need not be installed.
-        from shardferry.torch.transformers.family import family_conversions  # noqa: PLC0415
-
-        if model is None:
-            raise InvalidInputError("conversions='auto' asks the model for its family: give model=, or rules")
-        return family_conversions(model)
-    if isinstance(given, str):
+    if not isinstance(given, str):
+        return tuple(cast("Sequence[Rule]", given)) if isinstance(given, Sequence) else given
+    if given != "auto":
         raise InvalidInputError(f"conversions={given!r} is neither 'auto' nor a sequence of rules")
-    return tuple(given) if isinstance(given, Sequence) else given
+    # Only here, because it takes the adapter of a library that need not be installed.
+    from shardferry.torch.transformers.family import family_conversions  # noqa: PLC0415
+
+    if model is None:
+        raise InvalidInputError("conversions='auto' asks the model for its family: give model=, or rules")
+    return family_conversions(model)
 
 
 def ignorable_by_either_name(
@@ -42,4 +42,4 @@ def ignorable_by_either_name(
     """Return whether a name is of no use to a model, as the checkpoint spells it or as the model would."""
     if isinstance(conversions, tuple):
         return ignorable
-    return lambda name: ignorable(name) or ignorable(conversions.spelled(name))
+    return lambda name: ignorable(name) or conversions.ignores(name, ignorable)

@@ -19,7 +19,7 @@ from shardferry.geometry.sharding import Sharding
 from shardferry.torch.entries import plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from torch import nn
@@ -109,11 +109,27 @@ def shardings_from_plan(
             if cut.dim == 0 and _KEY_VALUE.search(name):
                 shared = _shared_heads(_num_key_value_heads(model), plain_name(name), shape, mesh, key_value_heads)
             shardings[plain_name(name)] = shared or _sharding(plain_name(name), shape, cut, mesh)
-    unused = {key for key in unused if key not in {_wildcard(plain_name(name)) for name in modules}}
+    unused -= {key for name in modules for key in _wildcards(plain_name(name))}
     if unused:
         message = f"rules of the plan match nothing in the model: {', '.join(sorted(unused))}"
         warnings.warn(message, CheckpointWarning, stacklevel=2)
     return shardings
+
+
+def over_mesh(shape: tuple[int, ...], regions: Sequence[Region], mesh: DeviceMesh) -> Sharding:
+    """Return the layout of a tensor that the ranks of a mesh of one axis cut into `regions`, in their order.
+
+    If the mesh is one of several along an axis of a larger one, such as `mesh["tp"]`, the others hold the same.
+    """
+    root = mesh._get_root_mesh()  # noqa: SLF001 - torch has no public way to the other groups
+    names, axis = root.mesh_dim_names or (), (mesh.mesh_dim_names or ("",))[0]
+    groups = root.mesh.movedim(names.index(axis), -1) if axis in names else mesh.mesh
+    rows: list[list[int]] = groups.reshape(-1, mesh.size()).tolist()
+    by_rank: list[Region | None] = [None] * (1 + max(rank for row in rows for rank in row))
+    for row in rows:
+        for rank, region in zip(row, regions, strict=True):
+            by_rank[rank] = region
+    return Sharding(shape, tuple(by_rank))
 
 
 def _own_plan(model: nn.Module) -> dict[str, object]:
@@ -124,14 +140,19 @@ def _own_plan(model: nn.Module) -> dict[str, object]:
     return dict(plan)
 
 
-def _wildcard(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _wildcards(name: str) -> Iterator[str]:
+    """Yield a name with `*` for its numbers: all of them, as transformers' plans write it, then only the first."""
+    parts = name.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    for replaced in (numbers, numbers[:1]):
+        yield ".".join("*" if at in replaced else part for at, part in enumerate(parts))
 
 
 def _rule_of(name: str, rules: Mapping[str, object]) -> str | None:
     """Return the rule for a parameter: its own, or its module's, by name or with `*` for numbers."""
     module = name.rpartition(".")[0]
-    return next((key for key in (name, _wildcard(name), module, _wildcard(module)) if key in rules), None)
+    keys = (name, *_wildcards(name), module, *_wildcards(module))
+    return next((key for key in keys if key in rules), None)
 
 
 def _cut_of(name: str, parameter: torch.Tensor, style: object, module: nn.Module) -> Cut | None:
@@ -188,7 +209,7 @@ def _sharding(name: str, shape: tuple[int, ...], cut: Cut, mesh: DeviceMesh) -> 
             raise ShardingError(message)
     if not cut.blocks:
         return mesh, (Shard(cut.dim),)
-    return _by_rank(shape, block_regions(shape, dim=cut.dim, block_sizes=sizes, group_size=group), mesh)
+    return over_mesh(shape, block_regions(shape, dim=cut.dim, block_sizes=sizes, group_size=group), mesh)
 
 
 def _block_sizes(name: str, size: int, cut: Cut) -> tuple[int, ...]:
@@ -220,15 +241,7 @@ def _shared_heads(
             message += "; key_value_heads='replicate' gives several ranks the same head"
         raise ShardingError(message)
     regions = head_regions(shape, num_heads=heads, head_dim=shape[0] // heads, group_size=mesh.size())
-    return _by_rank(shape, regions, mesh)
-
-
-def _by_rank(shape: tuple[int, ...], regions: Sequence[Region], mesh: DeviceMesh) -> Sharding:
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    by_rank: list[Region | None] = [None] * (1 + max(ranks))
-    for rank, region in zip(ranks, regions, strict=True):
-        by_rank[rank] = region
-    return Sharding(shape, tuple(by_rank))
+    return over_mesh(shape, regions, mesh)
 
 
 def _axis(mesh: DeviceMesh) -> str:

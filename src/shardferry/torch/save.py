@@ -12,9 +12,10 @@ import torch
 from shardferry.errors import CheckpointWarning, InvalidInputError
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.save_job import SaveRequest, run_save
+from shardferry.format.oldfiles import Naming
 from shardferry.geometry.sharding import MeshLayout
 from shardferry.plan.match import FLOATS
-from shardferry.plan.packing import parse_size
+from shardferry.plan.packing import PLAIN, parse_size
 from shardferry.torch.conversions import chosen_conversions
 from shardferry.torch.dtypes import dtype_name
 from shardferry.torch.entries import Entry, make_target, model_entries, state_dict_entries
@@ -62,6 +63,7 @@ class SaveOptions(TypedDict, total=False):
         files_like: A checkpoint whose assignment of names to files is kept.
         extras: What else to write beside the weights, each with a `save_pretrained(folder)`: a tokenizer, a processor.
             A model does not know its tokenizer, and the folder it was loaded from may have an older one: give it.
+        stem: What the names of the files begin with: `"model"`, or `"diffusion_pytorch_model"` for diffusers.
         hub_limits: Refuse an index above the 10 MiB that the Hub's tools read, instead of warning.
         on_progress: Called on every rank with its own `Progress`.
         budget_bytes: Memory a rank may use beside the tensors; 256 MiB by default.
@@ -75,6 +77,7 @@ class SaveOptions(TypedDict, total=False):
     metadata: Mapping[str, str]
     files_like: str | os.PathLike[str] | None
     extras: Sequence[Savable]
+    stem: str
     hub_limits: bool
     on_progress: Callable[[Progress], None] | None
     budget_bytes: int
@@ -161,10 +164,8 @@ def save_state_dict(
     def prepare() -> tuple[_Saver, SaveRequest]:
         cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
         entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
-        saver, request = (
-            _Saver(entries, None, options),
-            _request(path, max_shard_size, on_existing, set(state_dict), options),
-        )
+        saver = _Saver(entries, None, options)
+        request = _request(path, max_shard_size, on_existing, set(state_dict), options)
         return saver, replace(request, conversions=chosen_conversions(options.get("conversions", ()), model))
 
     return _run(prepare, options)
@@ -238,6 +239,7 @@ def _request(
         hub_limits=options.get("hub_limits", False),
         on_progress=options.get("on_progress"),
         budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+        naming=Naming(options.get("stem", PLAIN.stem)),
     )
 
 

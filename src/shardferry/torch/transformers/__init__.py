@@ -10,7 +10,8 @@ sft.save_pretrained(model, "/out")
 from __future__ import annotations
 
 from shardferry.torch.transformers.buffers import initialize_buffers
+from shardferry.torch.transformers.lazy import LazyTensor, lazy_state_dict
 from shardferry.torch.transformers.load import from_pretrained
 from shardferry.torch.transformers.save import save_pretrained
 
-__all__ = ["from_pretrained", "initialize_buffers", "save_pretrained"]
+__all__ = ["LazyTensor", "from_pretrained", "initialize_buffers", "lazy_state_dict", "save_pretrained"]

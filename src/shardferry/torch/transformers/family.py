@@ -18,15 +18,20 @@ from shardferry.convert.tensor import Tensor
 from shardferry.errors import InvalidInputError
 from shardferry.torch.dtypes import can_be_traced
 from shardferry.torch.entries import plain_name
+from shardferry.torch.transformers.quantized import dequantized
 from shardferry.torch.transformers.traced import Traced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
+    from shardferry.torch.transformers.quantized import Quantization
+
+# Where transformers keeps the conversions that filled a model.
+RECORDED = "_weight_conversions"
 # Names listed in an error.
 LISTED = 4
 
@@ -34,17 +39,27 @@ LISTED = 4
 class FamilyConversions:
     """How checkpoints of a model's family become the model, and back."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Take the conversions of a model, which may be sharded and on the meta device."""
+    def __init__(self, model: PreTrainedModel, quantization: Quantization | None = None) -> None:
+        """Take the conversions of a model, which may be sharded and on the meta device.
+
+        Args:
+            model: The model.
+            quantization: How the checkpoint is quantized, and whether the model is too; None for plain weights.
+        """
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - takes seconds
 
         twin = _unwrapped_twin(model)
         self._model = model
         self._name = type(twin).__name__
-        self._for_loads = get_model_conversion_mapping(twin)
-        self._for_saves = get_model_conversion_mapping(twin, add_legacy=False)
+        self._quantization = quantization
+        quantizer = None if quantization is None else quantization.quantizer
+        self._for_loads = get_model_conversion_mapping(twin, hf_quantizer=quantizer)
+        self._for_saves = get_model_conversion_mapping(twin, hf_quantizer=quantizer, add_legacy=False)
         self._used: list[WeightTransform] = []
+        # The model may be one stage of several, whose names are those of a save.
+        self._names = dict.fromkeys(map(plain_name, model.state_dict()), True)
         self._renamed: dict[str, str] = {}
+        self._dropped: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         """Return what ranks compare, to be sure that they convert alike."""
@@ -63,9 +78,11 @@ class FamilyConversions:
 
         transforms = copy.deepcopy(self._for_loads)
         renamings, converters = _by_kind(transforms)
-        known = dict.fromkeys(map(plain_name, self._model.state_dict()), True)
-        prefix = self._model.base_model_prefix
-        groups, made = _Groups(converters), {}
+        known, prefix = self._names, self._model.base_model_prefix
+        groups = _Groups(converters)
+        made: dict[str, Tensor] = {}
+        if self._quantization is not None and self._quantization.quantizer is None:
+            tensors, self._dropped = dequantized(tensors, self._quantization.block)
         self._renamed = {}
         for name in sorted(tensors, key=dot_natural_key):
             new, pattern = rename_source_key(name, renamings, converters, prefix, known)
@@ -95,8 +112,10 @@ class FamilyConversions:
             dot_natural_key,
         )
 
-        renamings, converters = _by_kind([transform.reverse_transform() for transform in reversed(self._recorded())])
-        groups, made = _Groups(converters), {}
+        renamings, converters = self._reversed()
+        self._names |= dict.fromkeys(tensors, True)
+        groups = _Groups(converters)
+        made: dict[str, Tensor] = {}
         for name in sorted(tensors, key=dot_natural_key):
             new, pattern = apply_converters(name, converters)
             new = new if pattern is not None else apply_renamings(name, renamings)
@@ -110,18 +129,29 @@ class FamilyConversions:
             _put(made, converted)
         return Converted(made, (), left_behind(made, tensors, taken))
 
-    def spelled(self, name: str) -> str:
-        """Return how the model would spell a name of the checkpoint that it lacks; asked after `to_model`."""
-        return self._renamed.get(name, name)
+    def module_in_checkpoint(self, name: str) -> str:
+        """Return how checkpoints spell the name of a module, or a pattern of such names, of the model."""
+        from transformers.core_model_loading import apply_renamings  # noqa: PLC0415 - takes seconds
+
+        # Renamings are written for the names of weights.
+        stem = name.rstrip(".*")
+        return apply_renamings(f"{stem}.", self._reversed()[0]).removesuffix(".") + name[len(stem) :]
+
+    def ignores(self, name: str, is_ignored: Callable[[str], bool]) -> bool:
+        """Return whether a name of the checkpoint is of no use on purpose; asked after `to_model`."""
+        return name in self._dropped or is_ignored(self._renamed.get(name, name))
 
     def loaded(self) -> None:
         """Record in the model what has filled it, as transformers does, so that it is saved the way it was loaded."""
-        self._model._weight_conversions = self._used  # noqa: SLF001 - where transformers keeps it
+        setattr(self._model, RECORDED, self._used)
+
+    def _reversed(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+        return _by_kind([transform.reverse_transform() for transform in reversed(self._recorded())])
 
     def _recorded(self) -> list[WeightTransform]:
         from transformers.core_model_loading import PrefixChange  # noqa: PLC0415 - takes seconds
 
-        recorded: list[WeightTransform] | None = getattr(self._model, "_weight_conversions", None)
+        recorded: list[WeightTransform] | None = getattr(self._model, RECORDED, None)
         if recorded is not None:
             return recorded
         return [transform for transform in self._for_saves if not isinstance(transform, PrefixChange)]
@@ -134,7 +164,8 @@ class FamilyConversions:
             ((tensor,),) = parts.values()
             return {name: tensor if tensor.name == name else tensor._replace(name=name)}
         for pattern, tensors in parts.items():
-            converter.collected_tensors[pattern] = [_traced(tensor) for tensor in tensors]
+            collected: dict[str, Any] = converter.collected_tensors
+            collected[pattern] = [_traced(tensor) for tensor in tensors]
         try:
             with torch.no_grad():
                 realized = converter.convert(name, model=self._model, config=self._model.config)
@@ -146,7 +177,7 @@ class FamilyConversions:
             raise InvalidInputError(f"{_listed(sources)}: {error}. Wanted for {name}, by {steps}") from error
 
 
-def family_conversions(model: nn.Module) -> FamilyConversions:
+def family_conversions(model: nn.Module, quantization: Quantization | None = None) -> FamilyConversions:
     """Return the conversions of a model of transformers.
 
     Raises:
@@ -158,7 +189,7 @@ def family_conversions(model: nn.Module) -> FamilyConversions:
             f"conversions='auto' asks the family of a transformers model, and {type(model).__name__} is none: "
             "give the rules themselves"
         )
-    return FamilyConversions(model)  # type: ignore[arg-type] # by its attributes
+    return FamilyConversions(model, quantization)  # type: ignore[arg-type] # by its attributes
 
 
 class _Groups:
@@ -196,7 +227,7 @@ def _unwrapped_twin(model: PreTrainedModel) -> PreTrainedModel:
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
-    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    own: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     with torch.device("meta"):
         twin: PreTrainedModel = own(copy.deepcopy(model.config))
     return twin

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Unpack
 
 import torch
@@ -19,6 +20,7 @@ from shardferry.torch.load import load_model
 from shardferry.torch.memory import make_storage
 from shardferry.torch.transformers.buffers import INITIALIZED, initialize_buffers
 from shardferry.torch.transformers.family import family_conversions
+from shardferry.torch.transformers.quantized import Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -66,6 +68,7 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
     dtype: torch.dtype | Literal["auto"] = "auto",
     config: PreTrainedConfig | None = None,
     strict: bool = False,
+    dequantize: bool = False,
     **options: Unpack[LoadOptions],
 ) -> PreTrainedModel:
     """Return a model of transformers, sharded over a mesh and filled from a checkpoint.
@@ -86,6 +89,8 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
         config: Instead of the checkpoint's own.
         strict: Whether a missing or unexpected name is an error. If not, as in transformers, missing parameters are
             initialised anew, and both are named in a warning.
+        dequantize: Whether the weights of a quantized checkpoint (block-scaled FP8, MXFP4, NVFP4) become whole, each
+            rank computing its own part. If not, the model keeps FP8 as it is stored, and the others are refused.
         **options: See `shardferry.torch.LoadOptions`; `conversions` are those of the model's family if none are given.
 
     Raises:
@@ -93,9 +98,13 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
         ShardferryError: As `shardferry.torch.load_model`.
         ValueError: Of transformers, if the model has no plan for an axis of the mesh.
     """
-    model = _build(model_class, os.fspath(path), config, dtype)
+    config = _read_config(os.fspath(path), config)
+    quantization = _quantization(os.fspath(path), config, dequantize=dequantize)
+    is_tied = mesh is None or "tp" not in (mesh.mesh_dim_names or ()) or mesh["tp"].size() == 1
+    model = _build(model_class, os.fspath(path), config, dtype, quantization, is_tied=is_tied)
     if options.get("conversions", "auto") == "auto":
-        options["conversions"] = family_conversions(model)  # by the names of classes, which FSDP2 changes
+        # By the names of classes, which FSDP2 changes.
+        options["conversions"] = family_conversions(model, quantization)
     if mesh is not None and mesh.size() > 1:
         model = _distribute(model, Parallelism(mesh, ep_size, tp_plan, ep_plan, fsdp_plan))
     initialize_buffers(model)
@@ -109,29 +118,62 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
     return model
 
 
+def _read_config(path: str, config: PreTrainedConfig | None) -> PreTrainedConfig:
+    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
+
+    return AutoConfig.from_pretrained(path) if config is None else copy.deepcopy(config)
+
+
+def _quantization(path: str, config: PreTrainedConfig, *, dequantize: bool) -> Quantization | None:
+    """Return how a checkpoint is quantized; None if it is not. The configuration is changed if it is dequantized.
+
+    Raises:
+        InvalidInputError: If the model cannot keep what is stored.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer  # noqa: PLC0415 - takes seconds
+
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return None
+    said = said if isinstance(said, dict) else said.to_dict()
+    method, size = said.get("quant_method", "an unknown method"), said.get("weight_block_size")
+    block = (int(size[0]), int(size[1])) if size else None
+    if dequantize:
+        del config.quantization_config
+        return Quantization(None, block)
+    if method != "fp8":
+        raise InvalidInputError(
+            f"'{path}' is quantized ({method}), and a model of transformers keeps such weights in an order of its own: "
+            "dequantize=True makes them whole, or fill a model that you have built with load_model"
+        )
+    return Quantization(AutoHfQuantizer.from_config(said, pre_quantized=True), block)
+
+
 def _build(
     model_class: Any,  # noqa: ANN401 - see from_pretrained
     path: str,
-    config: PreTrainedConfig | None,
+    config: PreTrainedConfig,
     dtype: torch.dtype | Literal["auto"],
+    quantization: Quantization | None,
+    *,
+    is_tied: bool,
 ) -> PreTrainedModel:
-    """Return a model on the meta device in the dtypes it is to have."""
-    from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
+    """Return a model on the meta device in the dtypes it is to have.
 
-    config = AutoConfig.from_pretrained(path) if config is None else copy.deepcopy(config)
-    if getattr(config, "quantization_config", None) is not None:
-        message = (
-            f"'{path}' is quantized ({config.quantization_config.get('quant_method', 'unknown method')}): build the "
-            "model with transformers, and fill it with load_model"
-        )
-        raise InvalidInputError(message)
+    Its parameters are tied only if `is_tied`: tensor parallelism of transformers wants to find each under its own name,
+    and ties them when they are filled.
+    """
+    from transformers.initialization import no_tie_weights  # noqa: PLC0415 - takes seconds
+
     said = config.dtype or torch.get_default_dtype()
     chosen = (
         dtype if isinstance(dtype, torch.dtype) else said if isinstance(said, torch.dtype) else getattr(torch, said)
     )
-    with torch.device("meta"):
+    with torch.device("meta"), nullcontext() if is_tied else no_tie_weights():
         make = getattr(model_class, "from_config", None) or model_class._from_config  # noqa: SLF001 - of model classes
         model: PreTrainedModel = make(config, dtype=chosen)
+        if quantization is not None and quantization.quantizer is not None:
+            quantization.quantizer.preprocess_model(model=model, dtype=chosen)
     model.config.name_or_path = path
     _keep_in_float32(model, chosen)
     return model

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Literal, Unpack
 
+from shardferry.errors import InvalidInputError
 from shardferry.torch.save import save_model
+from shardferry.torch.transformers.family import FamilyConversions, family_conversions
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
     from transformers import PreTrainedModel
 
     from shardferry.execute.report import SaveReport
     from shardferry.torch.save import SaveOptions
+
+# Where transformers (5.24, utils/quantization_config) lists modules by name.
+MODULE_LISTS = ("modules_to_not_convert", "modules_to_convert", "ignore", "exclude_modules")
 
 
 def save_pretrained(
@@ -21,10 +28,48 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     on_existing: Literal["refuse", "replace"] = "refuse",
+    layout: Literal["hub", "model"] = "hub",
     **options: Unpack[SaveOptions],
 ) -> SaveReport:
     """Save a sharded model as a checkpoint with its configuration, which `from_pretrained` of transformers reads.
 
     Collective. Nothing is gathered, and the files appear all at once; see `shardferry.torch.save_model`.
+
+    Args:
+        model: Sharded or whole.
+        path: Directory of the checkpoint.
+        max_shard_size: Most bytes of tensors in a file.
+        on_existing: What to do about a checkpoint that is there.
+        layout: `"hub"` for the names and shapes the family's checkpoints have on the Hub: those of the checkpoint the
+            model was filled from. `"model"` for the model's own, as transformers holds it in memory; it reads both.
+        **options: See `shardferry.torch.SaveOptions`; `conversions`, if given, are used instead of the layout's.
+
+    Raises:
+        InvalidInputError: If the layout is neither, or the family's conversions cannot be undone.
+        ShardferryError: As `shardferry.torch.save_model`.
     """
+    if layout not in {"hub", "model"}:
+        raise InvalidInputError(f"layout is {layout!r}; it must be 'hub' or 'model'")
+    if "conversions" not in options:
+        options["conversions"] = family_conversions(model) if layout == "hub" else ()
+    conversions = options["conversions"]
+    if isinstance(conversions, FamilyConversions) and getattr(model.config, "quantization_config", None) is not None:
+        options["extras"] = (_ModuleNames(conversions), *options.get("extras", ()))
     return save_model(model, path, max_shard_size=max_shard_size, on_existing=on_existing, **options)
+
+
+class _ModuleNames:
+    """The names of modules inside a configuration of quantization, which are to be the checkpoint's."""
+
+    def __init__(self, conversions: FamilyConversions) -> None:
+        self._conversions = conversions
+
+    def save_pretrained(self, save_directory: Path, /) -> None:
+        """Rename them in the configuration that has been written."""
+        path = save_directory / "config.json"
+        config = json.loads(path.read_text())
+        said = config["quantization_config"]
+        for key in MODULE_LISTS:
+            if isinstance(said.get(key), list):
+                said[key] = [self._conversions.module_in_checkpoint(name) for name in said[key]]
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

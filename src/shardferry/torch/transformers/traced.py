@@ -9,7 +9,7 @@ as it only moves elements. What would change values is refused with the name of 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -31,7 +31,7 @@ from shardferry.plan.match import FLOATS
 from shardferry.torch.dtypes import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 _aten = torch.ops.aten
 
@@ -51,19 +51,19 @@ class Traced(torch.Tensor):
     def __new__(cls, source: Expression, stored_dtype: str, dtype: torch.dtype | None = None) -> Self:
         """Return a tensor made like `source`, which code sees in `dtype`, its stored one if None."""
         seen = torch_dtype(stored_dtype) if dtype is None else dtype
-        make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined] # noqa: SLF001 - torch's way
-        traced = cast("Self", make(cls, source.shape, dtype=seen, device="cpu"))
+        device = torch.device("cpu")
+        traced = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=seen, device=device)  # noqa: SLF001 - torch's way
         traced.source, traced.stored_dtype = source, stored_dtype
         return traced
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override] # torch declares it as a variable
         cls,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operation returns
+        func: Any,  # noqa: ANN401 - torch's signature, here and below
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         """Follow an operation."""
         follow = _FOLLOWED.get(func.overloadpacket)
         if follow is None:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import jax
 
-from shardferry.convert.ops import Stored, stack
 from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.execute.job import estimate_load
 from shardferry.execute.warm import WarmRequest
 from shardferry.execute.warm_job import JobRequest, run_warm
 from shardferry.jax.group import open_group
-from shardferry.jax.leaves import Stacked, take_apart
-from shardferry.jax.load import DEFAULT_TIMEOUT_S, LoadOptions, check_options, prepare
+from shardferry.jax.leaves import take_apart
+from shardferry.jax.load import DEFAULT_TIMEOUT_S, LoadOptions, check_options, prepare, stacking_rules
 from shardferry.jax.parts import is_local, parts_to_save
 from shardferry.plan.match import Rules
 from shardferry.plan.target import Target
@@ -22,7 +21,7 @@ from shardferry.plan.target import Target
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from shardferry.convert.ops import Expression
+    from shardferry.convert.rules import Rule
     from shardferry.execute.report import Progress
     from shardferry.execute.warm import WhenShort
     from shardferry.execute.warm_report import WarmReport
@@ -35,6 +34,7 @@ class WarmOptions(TypedDict, total=False):
     """Options of a warm-up.
 
     Attributes:
+        conversions: Rules that make the checkpoint's names and shapes the tree's, as for the load.
         checkpoint_strict: Apply the rules of files and index in full (default), as for the load.
         variant: Variant of the file names, e.g. `"fp16"`.
         node_of_rank: Node number of every process, instead of the detected one.
@@ -46,6 +46,7 @@ class WarmOptions(TypedDict, total=False):
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
     """
 
+    conversions: Sequence[Rule]
     checkpoint_strict: bool
     variant: str | None
     node_of_rank: Sequence[int] | None
@@ -112,7 +113,12 @@ def warm(
             path=os.fspath(path),
             checkpoint_strict=options.get("checkpoint_strict", True),
             variant=options.get("variant"),
-            rules=Rules(sources=_stacks(leaves), cast=True, ignorable=lambda _: False),
+            rules=Rules(
+                sources={},
+                cast=True,
+                ignorable=lambda _: False,
+                conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
+            ),
             given_names=(),
             node_of_rank=options.get("node_of_rank"),
             warm=WarmRequest(
@@ -133,14 +139,3 @@ def _targets(leaves: Iterable[Leaf]) -> Iterator[Target]:
         for part in parts.by_process[jax.process_index()]:
             layouts = () if is_local(leaf.sharding) else parts.layouts
             yield Target((leaf.name,), leaf.dtype, leaf.shape, part.region.shape, layouts)
-
-
-def _stacks(leaves: Iterable[Leaf]) -> dict[str, Expression]:
-    """Return how arrays are made that are several tensors in the checkpoint."""
-    return {leaf.name: _stack(leaf.stored_as, leaf.shape) for leaf in leaves if isinstance(leaf.stored_as, Stacked)}
-
-
-def _stack(stacked: Stacked, shape: tuple[int, ...]) -> Expression:
-    dim = stacked.dim % len(shape)
-    one = (*shape[:dim], *shape[dim + 1 :])
-    return stack([Stored(name, one) for name in stacked.names], dim)

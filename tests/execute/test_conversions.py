@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from shardferry.errors import InvalidInputError, MismatchError, ShardferryError
 from shardferry.geometry.sharding import MeshLayout, Split, region_at
 from shardferry.plan.match import Rules
 from shardferry.testing.groups import rank_outcomes, run_ranks
+from shardferry.transport.solo import SoloGroup
 
 from .arrays import ArrayAdapter, load, request, save, target
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardferry.execute.report import LoadReport
+    from shardferry.transport.base import Group
 
 RANKS = 4
 
@@ -183,9 +186,32 @@ def test_a_rule_that_does_not_fit_fails_every_rank_before_data_is_read(
 ) -> None:
     path = save(tmp_path, w=numbered(8, 3))
 
-    def work(group: Any) -> object:  # noqa: ANN401
+    def work(group: Group) -> object:
         return load(group, ArrayAdapter([target("x", (8, 3), (8, 3))]), request(path, rules=rules_of(rule)))
 
     outcomes = rank_outcomes(2, work)
     assert all(isinstance(outcome, BaseException) and words in str(outcome) for outcome in outcomes), outcomes
     assert any(isinstance(outcome, error) for outcome in outcomes)
+
+
+def test_ranks_with_other_rules_are_told_so(tmp_path: Path) -> None:
+    path = save(tmp_path, **{"module.w": numbered(8, 3)})
+
+    def work(group: Group) -> object:
+        rules = rules_of(StripPrefix("module.")) if group.rank else rules_of(Rename("^module[.]", ""))
+        return load(group, ArrayAdapter([target("w", (8, 3), (8, 3))]), request(path, rules=rules))
+
+    assert all("ranks 0 and 1 load with different" in str(outcome) for outcome in rank_outcomes(2, work))
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_fsdp_wrapped_module."])
+def test_a_wrapper_in_the_names_is_pointed_out(tmp_path: Path, wrapper: str) -> None:
+    """What the error suggests is what helps."""
+    path = save(tmp_path, **{f"{wrapper}a.{wrapper}w": numbered(8, 3)})
+    adapter = ArrayAdapter([target("a.w", (8, 3), (8, 3))])
+    with pytest.raises(MismatchError) as caught:
+        load(SoloGroup(), adapter, request(path))
+    suggested = Rename(re.escape(wrapper), "")
+    assert f"Rename({re.escape(wrapper)!r}, '')" in str(caught.value)
+    load(SoloGroup(), adapter, request(path, rules=rules_of(suggested)))
+    assert np.array_equal(adapter.arrays["a.w"], numbered(8, 3))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.convert.ops import Expression, Stored, dtypes_of, leaves
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 # Names listed per class in an error; the rest is counted.
 LISTED = 20
+
+# What DDP, torch.compile, FSDP1 and activation checkpointing put into names.
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 _NUMBER = re.compile(r"([0-9]+)")
 
@@ -74,6 +78,7 @@ class Matching:
         ignored: Checkpoint names this rank's model does not load on purpose.
         problems: What does not fit on this rank.
         unmatched: Conversion rules that have changed nothing; the same on every rank.
+        rules: A short text that tells conversions apart; the same on every rank.
     """
 
     matches: tuple[Match, ...]
@@ -81,6 +86,7 @@ class Matching:
     ignored: frozenset[str]
     problems: Problems
     unmatched: tuple[Rule, ...] = ()
+    rules: str = ""
 
 
 class Rules(NamedTuple):
@@ -129,7 +135,16 @@ def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rule
     unwanted = {name for name in table.names if name in others or rules.ignorable(name)}
     ignored = {key for name in unwanted for key in table.keys(name)} - used
     unmatched = () if converted is None else converted.unmatched
-    return Matching(tuple(matches), frozenset(used), frozenset(ignored), problems, unmatched)
+    return Matching(
+        tuple(matches), frozenset(used), frozenset(ignored), problems, unmatched, conversions_key(rules.conversions)
+    )
+
+
+def conversions_key(conversions: tuple[Rule, ...] | Conversions) -> str:
+    """Return a short text that is the same on ranks that convert alike."""
+    if not isinstance(conversions, tuple):
+        return type(conversions).__name__
+    return blake2b(repr(conversions).encode(), digest_size=8).hexdigest() if conversions else ""
 
 
 def merge_problems(parts: Sequence[Problems]) -> Problems:
@@ -152,7 +167,7 @@ def raise_problems(problems: Problems, *, strict: bool) -> None:
         _line(kind, getattr(problems, kind)) for kind in _CLASSES if getattr(problems, kind) and kind not in tolerated
     ]
     if lines:
-        message = "model and checkpoint do not fit, nothing was read:\n" + "\n".join(lines)
+        message = "model and checkpoint do not fit, nothing was read:\n" + "\n".join([*lines, *_wrapper_hint(problems)])
         raise MismatchError(message)
 
 
@@ -193,6 +208,18 @@ class _Table:
     def keys(self, name: str) -> set[str]:
         """Return the checkpoint's names for what a name is made of."""
         return {leaf.key for leaf in leaves(self.sources[name])} if name in self.sources else {name}
+
+
+def _wrapper_hint(problems: Problems) -> list[str]:
+    """Return what to do if names differ only by what a wrapper has put into them."""
+    missing, unexpected = set(problems.missing), set(problems.unexpected)
+    for wrapper in WRAPPERS:
+        if any(name.replace(wrapper, "") in missing for name in unexpected if wrapper in name):
+            what = f"the checkpoint's names have {wrapper} of a wrapper, the model's have not"
+            return [
+                f"  {what}: load with conversions=[Rename({re.escape(wrapper)!r}, '')], shardferry.conversions.Rename"
+            ]
+    return []
 
 
 def _find(table: _Table, target: Target) -> tuple[str, Expression] | None:

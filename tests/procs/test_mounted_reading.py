@@ -1,0 +1,163 @@
+"""What reading once fetches from a file server, counted there: two nodes see it through mounts that share no cache."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.numpy import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import shardferry.torch as sf
+from shardferry.execute.costs import mount_below, remember
+from shardferry.plan.costmodel import PRESETS, CostModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.tools.mounts import MakeMounts, SlowMounts
+
+    from .pool import RankPool
+
+Layout = Literal["copies", "columns", "small"]
+
+NODES = (0, 0, 1, 1)
+FILE = "model.safetensors"
+ROWS, WIDTH, SMALL = 4096, 8192, 4000
+NUMBERS = np.random.default_rng(0).integers(-(1 << 15), 1 << 15, (ROWS, WIDTH), np.int16)
+
+
+def stored(layout: Layout) -> dict[str, np.ndarray]:
+    """Return 64 MiB of tensors, each in odd shapes, with a scalar among them."""
+    if layout == "small":
+        parts = np.array_split(NUMBERS.reshape(-1), SMALL)
+        return {f"{number:04}": part for number, part in enumerate(parts)} | {"scalar": np.array(7, np.int16)}
+    return {"weight": NUMBERS}
+
+
+def wanted(layout: Layout, rank: int) -> dict[str, np.ndarray]:
+    """Return what a rank must get."""
+    tensors = stored(layout)
+    return {"weight": np.array_split(NUMBERS, 4, axis=1)[rank]} if layout == "columns" else tensors
+
+
+@pytest.fixture
+def mounts(make_mounts: MakeMounts, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlowMounts]:
+    """The mounts of two nodes, of a checkpoint with the layout that the test is for, or of copies."""
+    save_file(stored(getattr(request, "param", "copies")), tmp_path / FILE)
+    with make_mounts(tmp_path, nodes=2) as mounts:
+        yield mounts
+
+
+@contextmanager
+def measured(cache: Path, path: Path, model: CostModel) -> Iterator[None]:
+    """Let this rank have a probed cost model of the mount."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    try:
+        remember(mount_below(path), model)
+        yield
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+        os.environ.update({} if before is None else {"XDG_CACHE_HOME": before})
+
+
+def fetch(
+    mounts: SlowMounts, layout: Layout, read_once: Literal["always", "never"], caches: Path
+) -> tuple[str, list[int], bool]:
+    """Load with empty page caches; return the strategy, what each node fetched, and whether all arrived."""
+    rank = dist.get_rank()
+    expected = wanted(layout, rank)
+    state = {name: torch.zeros(part.shape, dtype=torch.int16) for name, part in expected.items()}
+    mesh = init_device_mesh("cpu", (4,))
+    shardings = {"weight": (mesh, (Shard(1),))} if layout == "columns" else {}
+    if rank == 0:
+        for node in range(2):
+            mounts.drop(FILE, node)
+        mounts.reset()
+    dist.barrier()
+    # Every rank gives the path of its node's mount.
+    path = mounts.paths[NODES[rank]]
+    with measured(caches / str(rank), path, replace(PRESETS["network_mount"], node_bandwidth=1e8)):
+        report = sf.load_state_dict(state, path, node_of_rank=NODES, read_once=read_once, shardings=shardings)
+    right = all(np.array_equal(tensor.numpy(), expected[name]) for name, tensor in state.items())
+    return report.strategy, [mounts.counts(node)["read_bytes"] for node in range(2)], right
+
+
+@pytest.mark.parametrize("layout", ["copies", "columns", "small"])
+def test_reading_once_asks_the_server_for_each_byte_once(
+    ranks: RankPool, make_mounts: MakeMounts, tmp_path: Path, layout: Layout
+) -> None:
+    """Without a page cache, for which the kernel would read ahead of every share."""
+    save_file(stored(layout), tmp_path / FILE)
+    with make_mounts(tmp_path, nodes=2, direct_io=True) as mounts:
+        told = ranks(4).run(fetch, mounts, layout, "always", tmp_path)
+    size = NUMBERS.nbytes
+    for strategy, fetched, right in told:
+        assert right
+        assert strategy.startswith("read-once per job")
+        assert size <= sum(fetched) <= 1.02 * size
+        assert max(fetched) <= 0.52 * size
+
+
+@pytest.mark.parametrize(
+    ("mounts", "layout"), [(layout, layout) for layout in ("copies", "columns", "small")], indirect=["mounts"]
+)
+def test_with_page_caches_reading_alone_asks_once_per_node_and_reading_once_for_half_of_that(
+    ranks: RankPool, mounts: SlowMounts, tmp_path: Path, layout: Layout
+) -> None:
+    size, ahead = NUMBERS.nbytes, 2 << 20
+    for _, fetched, right in ranks(4).run(fetch, mounts, layout, "never", tmp_path):
+        assert right
+        assert all(size <= num_bytes <= 1.02 * size for num_bytes in fetched)
+    for _, fetched, right in ranks(4).run(fetch, mounts, layout, "always", tmp_path):
+        assert right
+        assert size <= sum(fetched) <= 1.02 * size + 2 * ahead
+
+
+def load_halves_of_rows(path: Path, caches: Path, seek_bytes: tuple[int, int]) -> list[int]:
+    """Each of two ranks of one node holds half the columns; return the requests of each rank."""
+    rank = dist.get_rank()
+    state = {"weight": torch.zeros(ROWS, WIDTH // 2, dtype=torch.int16)}
+    shardings = {"weight": (init_device_mesh("cpu", (2,)), (Shard(1),))}
+    with measured(caches / str(rank), path, replace(PRESETS["network_mount"], seek_bytes=seek_bytes[rank])):
+        report = sf.load_state_dict(state, path, shardings=shardings)
+    return [told.requests for told in report.ranks]
+
+
+def test_every_rank_reads_holes_along_as_rank_0s_cost_model_says(
+    ranks: RankPool, mounts: SlowMounts, tmp_path: Path
+) -> None:
+    path = mounts.paths[0]
+    for requests in ranks(2).run(load_halves_of_rows, path, tmp_path / "dear", (1 << 20, 1)):
+        assert max(requests) < ROWS // 10
+    for requests in ranks(2).run(load_halves_of_rows, path, tmp_path / "cheap", (1, 1 << 20)):
+        assert min(requests) >= ROWS
+
+
+def load_uncached(path: Path, caches: Path) -> tuple[str, bool]:
+    """Load on one node by default; return the strategy, and whether all arrived."""
+    state = {"weight": torch.zeros(ROWS, WIDTH, dtype=torch.int16)}
+    probed = replace(PRESETS["network_mount"], node_bandwidth=2e7, has_page_cache=False)
+    with measured(caches / str(dist.get_rank()), path, probed):
+        report = sf.load_state_dict(state, path)
+    return report.strategy, np.array_equal(state["weight"].numpy(), NUMBERS)
+
+
+def test_ranks_of_one_node_read_once_what_their_mount_does_not_cache(
+    ranks: RankPool, make_mounts: MakeMounts, tmp_path: Path
+) -> None:
+    save_file(stored("copies"), tmp_path / FILE)
+    with make_mounts(tmp_path, direct_io=True) as mounts:
+        for strategy, right in ranks(2).run(load_uncached, mounts.paths[0], tmp_path):
+            assert right
+            assert strategy.startswith("read-once per node")
+        assert NUMBERS.nbytes <= mounts.counts()["read_bytes"] <= 1.02 * NUMBERS.nbytes

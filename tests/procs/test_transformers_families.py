@@ -233,3 +233,19 @@ def test_parts_of_a_lazy_tensor_are_those_of_the_tensor(tmp_path: Path) -> None:
     for wrong in ((0, 0, 0, 0), slice(None, None, 2), 5):
         with pytest.raises(InvalidInputError):
             lazy["w"][wrong]
+
+
+def test_a_list_of_experts_with_a_gap_and_two_tensors_for_one_are_refused_by_name(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(transformers.MixtralConfig(**MANY)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    one = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    save_file({name: value for name, value in stored.items() if name != one}, path, {"format": "pt"})
+    with pytest.raises(
+        InvalidInputError, match=r"experts\.0\.w1\.weight.*Wanted for .*gate_up_proj, by MergeModulelist"
+    ):
+        sft.from_pretrained(AutoModelForCausalLM, tmp_path)
+    twice = "model.layers.0.mlp.gate.weight"
+    save_file({**stored, twice: torch.ones(4, 64)}, path, {"format": "pt"})
+    with pytest.raises(InvalidInputError, match=r"block_sparse_moe\.gate\.weight and .* would both become .*mlp\.gate"):
+        sft.from_pretrained(AutoModelForCausalLM, tmp_path)

@@ -18,7 +18,7 @@ from shardferry.convert.tensor import Tensor
 from shardferry.errors import InvalidInputError
 from shardferry.torch.dtypes import can_be_traced
 from shardferry.torch.entries import plain_name
-from shardferry.torch.transformers.quantized import dequantized
+from shardferry.torch.transformers.quantized import Quantization, dequantized
 from shardferry.torch.transformers.traced import Traced
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
-
-    from shardferry.torch.transformers.quantized import Quantization
 
 # Where transformers keeps the conversions that filled a model.
 RECORDED = "_weight_conversions"
@@ -53,8 +51,13 @@ class FamilyConversions:
         self._name = type(twin).__name__
         self._quantization = quantization
         quantizer = None if quantization is None else quantization.quantizer
-        self._for_loads = get_model_conversion_mapping(twin, hf_quantizer=quantizer)
-        self._for_saves = get_model_conversion_mapping(twin, hf_quantizer=quantizer, add_legacy=False)
+        recorded: list[WeightTransform] | None = getattr(model, RECORDED, None)
+        if quantizer is not None and recorded is not None:
+            # A quantizer asks the model's own parameters, which a twin does not have.
+            self._for_loads = self._for_saves = recorded
+        else:
+            self._for_loads = get_model_conversion_mapping(twin, hf_quantizer=quantizer)
+            self._for_saves = get_model_conversion_mapping(twin, hf_quantizer=quantizer, add_legacy=False)
         self._used: list[WeightTransform] = []
         # The model may be one stage of several, whose names are those of a save.
         self._names = dict.fromkeys(map(plain_name, model.state_dict()), True)
@@ -184,6 +187,9 @@ def family_conversions(model: nn.Module, quantization: Quantization | None = Non
         InvalidInputError: If the model is none of transformers.
     """
     model = getattr(model, "_orig_mod", model)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantization is None and quantizer is not None:
+        quantization = Quantization(quantizer, None)
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
         raise InvalidInputError(
             f"conversions='auto' asks the family of a transformers model, and {type(model).__name__} is none: "

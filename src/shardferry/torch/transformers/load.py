@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Where transformers keeps what a model is quantized by.
+QUANTIZER = "hf_quantizer"
 # The axes of transformers' mesh in their order (5.24, distributed/utils), pipeline stages apart.
 AXES = ("dp_replicate", "fsdp", "tp")
 
@@ -114,6 +116,9 @@ def from_pretrained(  # noqa: PLR0913 - one argument for each thing a caller dec
     model.tie_weights(recompute_mapping=False)
     _warn(model, report)
     model.eval()
+    if quantization is not None and quantization.quantizer is not None:
+        setattr(model, QUANTIZER, quantization.quantizer)
+        quantization.quantizer.postprocess_model(model)
     _read_generation_config(model, os.fspath(path))
     return model
 

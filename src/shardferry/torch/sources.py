@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
@@ -61,9 +60,13 @@ class TensorSource:
 
 
 def digest_view(local: torch.Tensor) -> Bytes:
-    """Return a tensor's bytes in logical order, without a copy where they lie so in host memory."""
-    dense = local.resolve_conj().resolve_neg().contiguous().cpu()
-    return memory_of(dense) if math.prod(dense.shape) else memory_of(torch.empty(1, dtype=torch.uint8))[:0]
+    """Return a tensor's bytes in logical order, without a copy where they lie so in host memory.
+
+    The array holds on to the tensor whose memory it is: a copy would be gone before it is read.
+    """
+    dense = local.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    array: Bytes = dense.reshape(-1).view(torch.uint8).numpy()
+    return array
 
 
 def _with_places(intervals: tuple[Interval, ...]) -> list[tuple[Interval, Interval]]:

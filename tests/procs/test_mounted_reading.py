@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import shardferry.torch as sf
+from shardferry.errors import RankFailedError, StorageError
 from shardferry.execute.costs import mount_below, remember
 from shardferry.plan.costmodel import PRESETS, CostModel
 
@@ -90,6 +92,28 @@ def fetch(
         report = sf.load_state_dict(state, path, node_of_rank=NODES, read_once=read_once, shardings=shardings)
     right = all(np.array_equal(tensor.numpy(), expected[name]) for name, tensor in state.items())
     return report.strategy, [mounts.counts(node)["read_bytes"] for node in range(2)], right
+
+
+def load_what_breaks(mounts: SlowMounts) -> tuple[str, float]:
+    """Load what the server can no longer read to its end; return the error, and the seconds until it came."""
+    state = {"weight": torch.zeros(ROWS, WIDTH, dtype=torch.int16)}
+    begin = time.monotonic()
+    with pytest.raises((StorageError, RankFailedError)) as caught:
+        sf.load_state_dict(state, mounts.paths[NODES[dist.get_rank()]], node_of_rank=NODES, read_once="always")
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_a_read_that_fails_on_one_nodes_mount_is_raised_on_all_ranks(ranks: RankPool, mounts: SlowMounts) -> None:
+    size = (mounts.paths[0] / FILE).stat().st_size
+    mounts.break_bytes(FILE, size - 4096, size)  # rank 3 reads the last quarter
+    told = ranks(4).run(load_what_breaks, mounts)
+    assert mounts.counts(1)["faults"]
+    assert not mounts.counts(0)["faults"]
+    for rank, (message, seconds) in enumerate(told):
+        assert "Input/output error" in message
+        assert FILE in message
+        assert rank == 3 or "rank 3" in message
+        assert seconds < 10
 
 
 @pytest.mark.parametrize("layout", ["copies", "columns", "small"])

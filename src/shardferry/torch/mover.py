@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
@@ -42,6 +42,8 @@ POLL_S = 0.05
 FIRST_LOOK_S = 0.001
 # The group names a dead rank within milliseconds.
 VERDICT_WITHIN_S = 2.0
+# A guess: gloo gives up at once, if it does.
+GIVEN_UP_WITHIN_S = 1.0
 
 
 class GlooMover:
@@ -52,7 +54,6 @@ class GlooMover:
         self._connections = connections
         self._rank: int = connections.rank()
         self._check = check
-        self._waiter = ThreadPoolExecutor(1)
 
     def all_to_all(self, send: Bytes, send_sizes: Sequence[int], receive: Bytes, receive_sizes: Sequence[int]) -> None:
         """Send a part of `send` to every rank, and fill `receive` with what every rank sends here."""
@@ -65,10 +66,6 @@ class GlooMover:
         receives = dict(zip(ranks, _cut(receive, receive_sizes), strict=True))
         del receives[self._rank]
         self._move(dict.fromkeys(receives, send), receives)
-
-    def close(self) -> None:
-        """End the thread that waits for transfers; none may be under way."""
-        self._waiter.shutdown()
 
     def _move(self, sends: dict[int, Bytes], receives: dict[int, Bytes]) -> None:
         receive = self._connections.recv  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -87,14 +84,14 @@ class GlooMover:
             raise
 
     def _wait_for(self, works: Sequence[dist.Work]) -> None:
-        moved = self._waiter.submit(_wait_for, works)
+        moved: Future[None] = Future()
+        # Not one that the end of the process waits for: see _give_up.
+        threading.Thread(target=_wait_for, args=(works, moved), name="shardferry-transfer", daemon=True).start()
         try:
             while not wait([moved], POLL_S).done:
                 self._check()
         except BaseException:
-            # What another rank has failed to send never comes. A limit that is over makes gloo give all up.
-            with contextlib.suppress(RuntimeError):
-                _wait_for(works, timedelta(milliseconds=1))
+            _give_up(works, moved)
             raise
         moved.result()
 
@@ -109,11 +106,7 @@ def open_mover(check: Callable[[], None]) -> Iterator[GlooMover]:
     except RuntimeError:
         _wait_for_verdict(check)
         raise
-    mover = GlooMover(connections, check)
-    try:
-        yield mover
-    finally:
-        mover.close()
+    yield GlooMover(connections, check)
 
 
 def _meet(store: Store, check: Callable[[], None]) -> None:
@@ -162,6 +155,25 @@ def _cut(data: Bytes, sizes: Sequence[int]) -> list[Bytes]:
     return [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _wait_for(works: Sequence[dist.Work], limit: timedelta = GLOO_TIMEOUT) -> None:
-    for work in works:
-        work.wait(limit)
+def _wait_for(works: Sequence[dist.Work], moved: Future[None]) -> None:
+    try:
+        for work in works:
+            work.wait(GLOO_TIMEOUT)
+    except BaseException as error:  # noqa: BLE001 - whoever waits for the future raises it
+        moved.set_exception(error)
+    else:
+        moved.set_result(None)
+
+
+def _give_up(works: Sequence[dist.Work], moved: Future[None]) -> None:
+    """Stop waiting for what another rank has failed to send and never will.
+
+    A limit that is over makes gloo give up all that is under way. That does not always reach a thread that just began
+    to wait, so it is done again; a thread that stays is left behind, with the memory it waits for.
+    """
+    deadline = time.monotonic() + GIVEN_UP_WITHIN_S
+    while not moved.done() and time.monotonic() < deadline:
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+        wait([moved], FIRST_LOOK_S)

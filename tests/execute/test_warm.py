@@ -208,7 +208,7 @@ def test_memory_does_not_grow_with_what_is_read(make_mounts: MakeMounts, tmp_pat
 
 def test_where_room_is_short_the_first_files_are_read(mounts: SlowMounts) -> None:
     index = opened(mounts)
-    wanted = tuple(node_wants(index, job(HALVES), {}, [0]))
+    wanted = tuple(node_wants(job(HALVES), {}, [0]))
     look = look_at(index, wanted, LOCAL.seek_bytes, "shrink")
     node = plan_node(index, wanted, look._replace(room_bytes=9 * MIB))
     assert [file.file for file in node.files] == ["one.safetensors", "two.safetensors"]

@@ -98,7 +98,7 @@ def test_packed_experts_are_read_as_spans_on_several_nodes(num_nodes: int, strat
     index = index_of({"model": {f"layers.{layer}.experts": ("BF16", (32, 2048, 2048)) for layer in range(2)}})
     job = experts_job(list(index.tensors), (32, 2048, 2048))
     for node in range(num_nodes):
-        file = plan(index, list(node_wants(index, job, {}, ranks_of_node(node, num_nodes))), SEEK)["model"]
+        file = plan(index, list(node_wants(job, {}, ranks_of_node(node, num_nodes))), SEEK)["model"]
         assert file.strategy == strategy
         assert file.bytes_wanted == 512 * MIB // num_nodes
         assert len(file.spans) == (1 if num_nodes == 1 else 2)
@@ -123,7 +123,7 @@ def test_experts_stored_one_by_one_are_read_as_spans_too_when_the_conversion_is_
     }
     job = experts_job(list(sources), (32 * 2048, 2048))
     for node in range(num_nodes):
-        file = plan(index, list(node_wants(index, job, sources, ranks_of_node(node, num_nodes))), SEEK)["model"]
+        file = plan(index, list(node_wants(job, sources, ranks_of_node(node, num_nodes))), SEEK)["model"]
         assert file.bytes_wanted == 512 * MIB // num_nodes
         assert file.strategy in {strategy, "bridged" if in_order is str and strategy == "spans" else strategy}
 
@@ -132,14 +132,14 @@ def test_experts_stored_one_by_one_are_wanted_whole_when_no_conversion_is_known(
     stored = [f"layers.0.experts.{e}" for e in range(32)]
     index = index_of({"model": dict.fromkeys(stored, ("BF16", (2048, 2048)))})
     job = {name: Held("BF16", (2048, 2048), None, tuple(range(NUM_RANKS))) for name in stored}
-    assert plan(index, list(node_wants(index, job, {}, [3])), SEEK)["model"].strategy == "whole"
+    assert plan(index, list(node_wants(job, {}, [3])), SEEK)["model"].strategy == "whole"
 
 
 def test_what_several_ranks_of_a_node_hold_is_counted_once() -> None:
     index = index_of({"model": {"w": ("F32", (8, 4)), "norm": ("F32", (4,))}})
     halves = MeshLayout((2, 2), (0, 1, 2, 3), (Split(1, 0),))  # ranks 0 and 2 hold the same half
     job = {"w": Held("F32", (8, 4), halves, (0, 1, 2, 3)), "norm": Held("F32", (4,), None, (0, 1, 2, 3))}
-    wanted = list(node_wants(index, job, {}, [0, 2]))
+    wanted = list(node_wants(job, {}, [0, 2]))
     assert [want.name for want in wanted] == ["w", "norm"]
     assert plan(index, wanted, 1)["model"].spans.tolist() == [[0, 64], [128, 144]]
 
@@ -158,7 +158,7 @@ def test_a_node_wants_each_element_that_any_of_its_ranks_holds(
     for rank in ranks:
         expected[region_mask(region_at(shape, layout, rank))] = True
     index = index_of({"model": {"w": ("U8", shape)}})
-    wanted = list(node_wants(index, {"w": Held("U8", shape, layout, layout.ranks)}, {}, ranks))
+    wanted = list(node_wants({"w": Held("U8", shape, layout, layout.ranks)}, {}, ranks))
     spans = np.zeros(expected.size, bool)
     files = plan_warm(index, wanted, identities={"model": 0}, seek_bytes=0)
     for start, stop in files[0].spans.tolist() if files else ():
@@ -175,7 +175,7 @@ def test_ranks_without_a_part_want_nothing() -> None:
     index = index_of({"model": {"w": ("F32", (2, 4)), "v": ("F32", (4,))}})
     regions = Sharding((2, 4), (box((0, 0), (2, 4)), None, box((2, 0), (0, 4))))
     job = {"w": Held("F32", (2, 4), regions, (0, 1, 2)), "v": Held("F32", (4,), None, (0,))}
-    assert not list(node_wants(index, job, {}, [1, 2]))
+    assert not list(node_wants(job, {}, [1, 2]))
     assert plan_warm(index, [], identities={"model": 0}, seek_bytes=1) == ()
 
 
@@ -183,8 +183,8 @@ def test_columns_that_neighbours_share_make_whole_rows() -> None:
     index = index_of({"model": {"w": ("F32", (1000, 8)), "v": ("F32", (1000, 8))}}, header_bytes=100)
     columns = MeshLayout((4,), (0, 1, 2, 3), (Split(0, 1),))
     job = {"w": Held("F32", (1000, 8), columns, (0, 1, 2, 3))}
-    assert plan(index, list(node_wants(index, job, {}, range(4))), 1)["model"].spans.tolist() == [[100, 32100]]
-    two = plan(index, list(node_wants(index, job, {}, [1, 2])), 1)["model"]
+    assert plan(index, list(node_wants(job, {}, range(4))), 1)["model"].spans.tolist() == [[100, 32100]]
+    two = plan(index, list(node_wants(job, {}, [1, 2])), 1)["model"]
     assert (len(two.spans), two.spans[0].tolist(), two.bytes_wanted) == (1000, [108, 124], 16000)
 
 

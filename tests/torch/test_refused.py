@@ -82,3 +82,13 @@ def test_a_sharding_for_a_name_that_nobody_has_is_refused(checkpoint: Path) -> N
     given = {"W": sf.Sharding((2, 3), (whole((2, 3)),))}
     with pytest.raises(InvalidInputError, match="shardings= names W, which neither"):
         sf.load_state_dict({"w": torch.zeros(2, 3)}, checkpoint, shardings=given)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1 << 20, "256MiB", 1e9])
+def test_a_budget_that_is_too_small_or_no_number_is_refused_by_name(tmp_path: Path, budget: object) -> None:
+    sf.save_state_dict({"w": torch.ones(2)}, tmp_path / "there")
+    with pytest.raises(InvalidInputError, match="budget_bytes is"):
+        sf.load_state_dict({"w": torch.zeros(2)}, tmp_path / "there", budget_bytes=cast("int", budget))
+    with pytest.raises(InvalidInputError, match="budget_bytes is"):
+        sf.save_state_dict({"w": torch.ones(2)}, tmp_path / "out", budget_bytes=cast("int", budget))
+    assert not (tmp_path / "out").exists()

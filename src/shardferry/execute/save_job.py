@@ -78,6 +78,10 @@ BOX_BYTES = 8 * MIB
 ROUND_BYTES = 16 * MIB
 # What a round holds at most: a box, what is sent, what is received, and what a cast gathers beside it.
 BUFFERS_PER_BOX = 8
+# Beyond this budget no box and no round grows, so ranks may have any.
+MOST_THAT_COUNTS_BYTES = BUFFERS_PER_BOX * max(BOX_BYTES, ROUND_BYTES)
+# Options whose values would fill pages of an error, or are told as a hash.
+LONG_OPTIONS = ("conversions", "files_like")
 DIGEST_BYTES = 8
 UPLOADED = "exchange: an object store takes a file as parts from one sender, so every file has a rank that sends it"
 
@@ -244,32 +248,39 @@ def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model
     return _Model(held, catalogue, dtypes, layout, unmatched, cost)
 
 
-def _options(request: SaveRequest) -> list[object]:
-    return [
-        request.max_shard_bytes,
-        request.on_existing,
-        request.dtype,
-        request.replicas,
-        dict(request.metadata),
-        repr(request.conversions) if isinstance(request.conversions, tuple) else "auto",
-    ]
+def _options(request: SaveRequest) -> dict[str, object]:
+    """Return what ranks must give alike, for they lay out the files and the exchange from it, each by itself."""
+    like = request.files_like
+    return {
+        "max_shard_size": request.max_shard_bytes,
+        "on_existing": request.on_existing,
+        "dtype": request.dtype,
+        "replicas": request.replicas,
+        "metadata": dict(request.metadata),
+        "conversions": repr(request.conversions) if isinstance(request.conversions, tuple) else "auto",
+        "files_like": like and blake2b(json.dumps(sorted(like.items())).encode()).hexdigest(),
+        "hub_limits": request.hub_limits,
+        "stem": request.naming.stem,
+        "budget_bytes": min(request.budget_bytes, MOST_THAT_COUNTS_BYTES),
+    }
 
 
 def _check_same_call(said: Sequence[str]) -> None:
     for rank, other in enumerate(said):
-        if other != said[0]:
-            (path, options), (other_path, other_options) = json.loads(said[0]), json.loads(other)
-            if path != other_path:
-                message = (
-                    f"ranks save to different places: rank 0 to {shown(path)}, rank {rank} to {shown(other_path)}. "
-                    "Give every rank the same absolute path: a relative one begins at each rank's own working directory"
-                )
-                raise InvalidInputError(message)
+        if other == said[0]:
+            continue
+        (path, options), (other_path, other_options) = json.loads(said[0]), json.loads(other)
+        if path != other_path:
             message = (
-                f"ranks call this save differently: rank 0 with {options}, rank {rank} with {other_options}. "
-                "Give every rank the same options"
+                f"ranks save to different places: rank 0 to {shown(path)}, rank {rank} to {shown(other_path)}. "
+                "Give every rank the same absolute path: a relative one begins at each rank's own working directory"
             )
             raise InvalidInputError(message)
+        name = next(name for name in options if options[name] != other_options[name])
+        values = "" if name in LONG_OPTIONS else f": {options[name]!r} and {other_options[name]!r}"
+        raise InvalidInputError(
+            f"ranks 0 and {rank} call this save with different {name}{values}. Give every rank the same options"
+        )
 
 
 def _check_given_names(given: Collection[str], catalogue: Mapping[str, Held]) -> None:

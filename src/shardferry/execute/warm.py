@@ -70,7 +70,7 @@ def warm_node(
     """
     begin = perf_counter()
     cost = request.cost or storage_cost(index)
-    wanted = tuple(node_wants(index, job, {}, ranks))
+    wanted = tuple(node_wants(job, {}, ranks))
     node = plan_node(index, wanted, look_at(index, wanted, cost.seek_bytes, request.when_short))
     watch = Watch(ranks[0], request.on_progress, lambda: None)
     tally = read_shares(index.root, share_of(node.files, 1, 0), num_threads=cost.streams, watch=watch)

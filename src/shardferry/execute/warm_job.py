@@ -103,7 +103,7 @@ def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: Job
     index = replace(index, root=page_cached_root(request.path))
     job, sources, cost = _compare(group, index, targets, request)
     ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[group.rank])
-    here = _Here(index, tuple(node_wants(index, job, sources, ranks)), ranks, cost)
+    here = _Here(index, tuple(node_wants(job, sources, ranks)), ranks, cost)
     plan = _look(group, here, request)
     tallies = _read(group, here, plan, request)
     absent = _look_again(group, here, plan)

@@ -12,6 +12,7 @@ from shardferry.convert.rules import Convert
 from shardferry.convert.steps import Concatenate, Reshape
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
+from shardferry.execute.meter import check_budget
 from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.jax.filler import Filler
 from shardferry.jax.group import open_group
@@ -149,6 +150,7 @@ def _stacking(name: str, stacked: str | Stacked, shape: tuple[int, ...]) -> Conv
 
 def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bool, options: LoadOptions) -> Request:
     budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    check_budget(budget_bytes)
     sharing = Sharing(
         read_once=options.get("read_once", "auto"),
         exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),

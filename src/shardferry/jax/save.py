@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from shardferry.errors import CheckpointWarning, InvalidInputError, ShardingError
+from shardferry.execute.meter import check_budget
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.problem import listed
@@ -198,6 +199,8 @@ def _request(
 ) -> SaveRequest:
     dtype = options.get("dtype")
     like = options.get("files_like")
+    budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    check_budget(budget_bytes)
     return SaveRequest(
         path=os.fspath(path),
         max_shard_bytes=parse_size(max_shard_size),
@@ -210,7 +213,7 @@ def _request(
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),
         on_progress=options.get("on_progress"),
-        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+        budget_bytes=budget_bytes,
     )
 
 

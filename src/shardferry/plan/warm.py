@@ -95,13 +95,10 @@ def reads_whole(num_bytes: int, num_spans: int, *, whole_bytes: int, seek_bytes:
     return reading_cost(num_bytes, num_spans, seek_bytes) >= whole_bytes
 
 
-def node_wants(
-    index: CheckpointIndex, job: Mapping[str, Held], sources: Mapping[str, Expression], ranks: Collection[int]
-) -> Iterator[Wanted]:
+def node_wants(job: Mapping[str, Held], sources: Mapping[str, Expression], ranks: Collection[int]) -> Iterator[Wanted]:
     """Yield what the ranks of a node together hold of every tensor, in few regions, which may overlap.
 
     Args:
-        index: The checkpoint.
         job: Every tensor of the job and who holds it.
         sources: How tensors are made of stored ones, by name; a name not listed is stored under itself.
         ranks: The ranks of the node.

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
+from shardferry.execute.meter import check_budget
 from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.plan.match import Rules
 from shardferry.torch.conversions import chosen_conversions, ignorable_by_either_name
@@ -174,6 +175,7 @@ def prepare_model(
 
 def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: bool, options: LoadOptions) -> Request:
     budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    check_budget(budget_bytes)
     sharing = Sharing(
         read_once=options.get("read_once", "auto"),
         exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),

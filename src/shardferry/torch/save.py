@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
 import torch
 
 from shardferry.errors import CheckpointWarning, InvalidInputError
+from shardferry.execute.meter import check_budget
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.oldfiles import Naming
@@ -226,6 +227,8 @@ def _request(
 ) -> SaveRequest:
     dtype = options.get("dtype")
     like = options.get("files_like")
+    budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
+    check_budget(budget_bytes)
     return SaveRequest(
         path=os.fspath(path),
         max_shard_bytes=parse_size(max_shard_size),
@@ -238,7 +241,7 @@ def _request(
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),
         on_progress=options.get("on_progress"),
-        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+        budget_bytes=budget_bytes,
         naming=Naming(options.get("stem", PLAIN.stem)),
     )
 

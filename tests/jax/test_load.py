@@ -253,6 +253,25 @@ def test_a_process_that_holds_both_halves_may_cut_a_packed_byte(tmp_path: Path) 
     assert np.asarray(made).view(np.uint8).tolist() == [[1, 2], [3, 4]]
 
 
+def test_parts_for_accelerators_are_sent_when_they_are_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path for devices that do not use host memory as it is, on the CPU."""
+    monkeypatch.setattr("shardferry.jax.filler.is_on_host", lambda _: False)
+    tensors = {f"w{at}": numbers(256, 4096) + at for at in range(6)}
+    path = saved(tmp_path, **tensors, empty=numbers(0, 8), one=np.array(3, np.float32))
+    specs = [("a",), (None, "a"), (("b", "a"), None), ("b", "a"), (), (None, "b")]
+    target = {name: struct((256, 4096), sharding=cut(*spec)) for name, spec in zip(tensors, specs, strict=True)}
+    reports: list[sf.LoadReport] = []
+    target |= {"empty": struct((0, 8), sharding=cut("a")), "one": struct((), np.float16)}
+    made = sf.load(path, target, budget_bytes=8 << 20, on_report=reports.append)
+    assert made["empty"].shape == (0, 8)
+    assert made["one"] == 3
+    for name, right in tensors.items():
+        assert made[name].sharding == target[name].sharding
+        assert np.array_equal(made[name], right)
+    assert reports[0].total.num_cast == 1
+    assert reports[0].total.peak_extra_bytes < 14 << 20
+
+
 def test_a_mapping_of_what_is_not_in_the_tree_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="names= has gone, but the tree has no such key path"):
         sf.load(saved(tmp_path, w=numbers(3)), {"w": struct((3,))}, names={"gone": "w"})

@@ -1,7 +1,8 @@
 """The JAX side of a load: offers what there is to fill, hands out its memory, and makes arrays of it.
 
 On the CPU an array takes over the memory that was read into; devices of one process that hold the same box share it,
-which is safe because arrays are never changed, and a donated one is copied if it does not own its memory.
+which is safe because arrays are never changed, and a donated one is copied if it does not own its memory. For
+accelerators, see `shardferry.jax.sending`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardferry.format.dtypes import BITS
 from shardferry.jax.dtypes import numpy_dtype
 from shardferry.jax.memory import BoxMemory, PartDestination, make_boxes, memories
 from shardferry.jax.parts import box_of, is_local, parts_to_load, parts_to_save
+from shardferry.jax.sending import Sender, SentDestination, is_on_host
 from shardferry.plan.target import Target
 from shardferry.storage.placement import advise_huge_pages
 
@@ -55,13 +57,18 @@ class Filler:
         self._leaves = tuple(leaves)
         self._wanted: dict[str, _Wanted] = {}
         self._boxes: dict[int, dict[Box, BoxMemory]] = {leaf.position: {} for leaf in self._leaves}
-        self._destinations: dict[str, PartDestination] = {}
+        self._destinations: dict[str, PartDestination | SentDestination] = {}
+        self._sender: Sender | None = None
         self.targets = list(self._offer())
 
-    def allocate(self, plan: LoadPlan, meter: Meter) -> Mapping[str, Destination]:  # noqa: ARG002 - arrays are not extra
-        """Return new memory for every part of the plan."""
+    def allocate(self, plan: LoadPlan, meter: Meter) -> Mapping[str, Destination]:
+        """Return new memory for every part of the plan; an accelerator's is made when it begins to be filled."""
+        self._sender = Sender(meter)
         for tensor in plan.tensors:
             leaf, part = self._wanted[tensor.name]
+            if not is_on_host(leaf):
+                self._destinations[tensor.name] = SentDestination(leaf, part, self._sender)
+                continue
             boxes = make_boxes(part, leaf.dtype, tensor.copies[0].first_byte if tensor.copies else 0)
             self._boxes[leaf.position].update(boxes)
             self._destinations[tensor.name] = PartDestination(tuple(boxes.values()), leaf.dtype)
@@ -88,7 +95,12 @@ class Filler:
             missing: Names the checkpoint lacks.
         """
         lacking = set(missing)
-        return {leaf.position: self._array(leaf) for leaf in self._leaves if leaf.name not in lacking}
+        assert self._sender is not None
+        return {
+            leaf.position: self._array(leaf) if is_on_host(leaf) else self._sender.array(leaf)
+            for leaf in self._leaves
+            if leaf.name not in lacking
+        }
 
     def _offer(self) -> Iterator[Target]:
         for leaf in self._leaves:

@@ -63,10 +63,15 @@ class PartDestination:
     def __init__(self, boxes: Sequence[BoxMemory], dtype: str) -> None:
         """Fill `boxes`, of a dtype given by its safetensors name."""
         self.was_cast = False
-        self.num_overflowed = 0
+        self._num_overflowed: list[int] = []  # threads may append at the same time
         self._boxes = boxes
         self._dtype = dtype
         self._is_packed = is_packed(dtype)
+
+    @property
+    def num_overflowed(self) -> int:
+        """Finite values that became infinite when they were cast."""
+        return sum(self._num_overflowed)
 
     def direct(self, copy: Copy) -> Bytes | None:
         """Return the contiguous memory into which `copy` can be read as it is stored, or None."""
@@ -102,7 +107,7 @@ class PartDestination:
         stored, wanted = elements.view(numpy_dtype(dtype)), numpy_dtype(self._dtype)
         with np.errstate(over="ignore"):  # counted below, and told by the caller
             made = stored.astype(wanted)
-        self.num_overflowed += int(np.count_nonzero(np.isinf(made)) - np.count_nonzero(np.isinf(stored)))
+        self._num_overflowed.append(int(np.count_nonzero(np.isinf(made)) - np.count_nonzero(np.isinf(stored))))
         return made.view(carrier_dtype(self._dtype))
 
 

@@ -129,6 +129,21 @@ def test_a_store_too_slow_for_long_reads_is_left_alone_in_time() -> None:
     assert BLOCK_BYTES not in [sample.span_bytes for sample in measured.samples]
 
 
+def test_a_single_stall_is_no_cost_of_the_storage() -> None:
+    stalled: list[int] = []
+
+    def stall(num_bytes: int) -> None:
+        if num_bytes == MIB and not stalled:
+            stalled.append(num_bytes)
+            time.sleep(0.2)
+
+    store = SlowStore(0.002, 400e6, before=stall)
+    measured = measure(store, blocks_of_store({"a": 64 * BLOCK_BYTES}), streams=1)
+    (sample,) = (sample for sample in measured.samples if sample.span_bytes == MIB)
+    assert stalled
+    assert sample.seconds < 3 * (0.002 + MIB / 400e6)
+
+
 def test_a_read_that_fails_is_raised() -> None:
     def fail(num_bytes: int) -> None:
         if num_bytes >= MIB:

@@ -16,11 +16,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from shardferry.storage.pagecache import resident_bytes
+from shardferry.storage.placement import place_bytes
 from shardferry.units import KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ MIN_BLOCKS_PER_STREAM = 2
 MAX_SIZE_BYTES = 120 * MIB
 # Reads of one size lie at most so many times their size apart; the longest touch, as when a whole file is read.
 MAX_SPREAD = 8
+# Parts of the reads of one size that are timed by themselves.
+QUARTERS = 4
 # Files looked at, and blocks asked for in each, so that a folder of any size takes milliseconds.
 MAX_FILES = 16
 MAX_ENTRIES = 10_000
@@ -122,17 +124,17 @@ def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measureme
     with ExitStack() as stack:
         files = {name: stack.enter_context(store.open(name)) for name in dict.fromkeys(block.file for block in blocks)}
         pool = stack.enter_context(ThreadPoolExecutor(streams))
-        buffers = [np.ones(BLOCK_BYTES, np.uint8) for _ in range(streams)]  # touched: no page faults on the clock
+        buffers = [_touched_buffer() for _ in range(streams)]
         for size, region in zip(SIZES, _regions(blocks), strict=True):
             stride, places = _places(size, region, streams)
             # Bytes cannot come faster than they did in smaller reads; is there time for one read of each stream?
             fastest = min((sample.seconds / sample.span_bytes for sample in samples), default=0.0)
             if not places or fastest * size.span_bytes * streams > 2 * size.max_seconds:
                 continue
-            done, seconds = _Round(files, places, size).run(pool, buffers)
-            samples.append(Sample(size.span_bytes, stride, streams, seconds / done))
+            begun, ends = _Round(files, places, size).run(pool, buffers)
+            samples.append(Sample(size.span_bytes, stride, streams, _seconds_per_read(begun, ends, streams)))
             seen = places[0], size.span_bytes
-            read_bytes += done * size.span_bytes
+            read_bytes += len(ends) * size.span_bytes
     return Measurement(tuple(samples), seen, read_bytes, time.perf_counter() - begin)
 
 
@@ -236,14 +238,14 @@ class _Round:
         self._places = iter(places)
         self._size = size
         self._lock = threading.Lock()
-        self._done = 0
+        self._ends: list[float] = []
 
-    def run(self, pool: ThreadPoolExecutor, buffers: Sequence[Bytes]) -> tuple[int, float]:
-        """Return the number of reads made and the seconds until the last was."""
+    def run(self, pool: ThreadPoolExecutor, buffers: Sequence[Bytes]) -> tuple[float, list[float]]:
+        """Return when the first read began, and when each ended, ascending."""
         begin = time.perf_counter()
         for work in [pool.submit(self._read, buffer[: self._size.span_bytes], begin) for buffer in buffers]:
             work.result()
-        return self._done, time.perf_counter() - begin
+        return begin, self._ends
 
     def _read(self, out: Bytes, begin: float) -> None:
         first = True
@@ -254,8 +256,27 @@ class _Round:
                 return
             self._files[place.file].read_into(out, place.start, _ignore)
             with self._lock:
-                self._done += 1
+                self._ends.append(time.perf_counter())
             first = False
+
+
+def _seconds_per_read(begin: float, ends: Sequence[float], streams: int) -> float:
+    """Return what a read takes, all streams running: the median over the quarters, which a single stall is no part of.
+
+    Reads of all streams may end at the same time, so a quarter has whole waves; fewer waves than that are taken as one.
+    """
+    waves = len(ends) // streams
+    counts = [number * waves // QUARTERS * streams for number in range(QUARTERS)] if waves >= QUARTERS else [0]
+    counts.append(len(ends))
+    times = [begin, *ends]
+    return median((times[stop] - times[start]) / (stop - start) for start, stop in pairwise(counts))
+
+
+def _touched_buffer() -> Bytes:
+    """Return memory as a load has it: placed well, or cold reads take twice as long; and with no page to be made."""
+    buffer = place_bytes(BLOCK_BYTES, 0)
+    buffer.fill(1)
+    return buffer
 
 
 def _regions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:

@@ -141,7 +141,9 @@ def test_with_page_caches_reading_alone_asks_once_per_node_and_reading_once_for_
     size, ahead = NUMBERS.nbytes, 2 << 20
     for _, fetched, right in ranks(4).run(fetch, mounts, layout, "never", tmp_path):
         assert right
-        assert all(size <= num_bytes <= 1.02 * size for num_bytes in fetched)
+        # Ranks of one node may ask for the same page at the same time before it is there.
+        assert min(fetched) >= 0.99 * size, fetched  # pages that the mount was tried with are there already
+        assert max(fetched) <= 1.1 * size + ahead, fetched
     for _, fetched, right in ranks(4).run(fetch, mounts, layout, "always", tmp_path):
         assert right
         assert size <= sum(fetched) <= 1.02 * size + 2 * ahead

@@ -151,7 +151,8 @@ def work(  # noqa: PLR0917 - what a process is told
                     array.block_until_ready()
                 seconds = time.perf_counter() - begin
             barrier.wait()
-            held = sum(shard.data.nbytes for array in made.values() for shard in array.addressable_shards)
+            shards = [shard.data for array in made.values() for shard in array.addressable_shards]
+            held = sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
             record = {
                 **run._asdict(),
                 "processes": processes,
@@ -199,7 +200,7 @@ def _ways(processes: int) -> dict[str, Way]:
         return made
 
     def always(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        made: dict[str, jax.Array] = sf.load(path, wanted, node_of_rank=list(range(processes)), read_once="always")
+        made: dict[str, jax.Array] = sf.load(path, wanted, node_of_rank=[0] * processes, read_once="always")
         return made
 
     def orbax(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

@@ -74,7 +74,7 @@ def load_every_spec(path: str, mesh_shape: tuple[int, int], order: list[int], re
         for name in stored:
             keys = [key for key in target if names[key] == name]
             chosen[keys[at % len(keys)]] = target[keys[at % len(keys)]]
-        nodes = list(range(jax.process_count()))
+        nodes = [0] * jax.process_count()
         made = sf.load(path, chosen, names=names.get, read_once=read_once, node_of_rank=nodes, exchange_bytes=1 << 20)
         for key, array in made.items():
             right = stored[names[key]]
@@ -123,7 +123,7 @@ def load_replicated(path: str) -> tuple[int, int, int, list[str]]:
         for name, array in stored.items()
     }
     reports: list[sf.LoadReport] = []
-    nodes = list(range(jax.process_count()))
+    nodes = [0] * jax.process_count()
     made = sf.load(path, target, read_once="always", node_of_rank=nodes, on_report=reports.append)
     wrong = [
         f"{name} {shard.index}"

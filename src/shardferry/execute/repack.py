@@ -6,8 +6,8 @@ they are about to be written; nothing is ever held but the buffers of the budget
 
 from __future__ import annotations
 
+import math
 import re
-from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,12 @@ from shardferry.errors import CheckpointError, InvalidInputError
 from shardferry.execute.gather import Part, gather
 from shardferry.format.dtypes import BITS
 from shardferry.format.problem import listed
+from shardferry.geometry.region import whole
 from shardferry.geometry.sharding import MeshLayout, Split, region_at
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.target import Target
 from shardferry.storage.location import locate
+from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 LISTED = 5
 # What a model has beside its weights; everything else in the folder of a checkpoint is left where it is.
 EXTRA_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja", ".py"})
+# They are copied in pieces: nothing bounds how large they are.
+EXTRA_PIECE_BYTES = 4 * MIB
 
 
 class RepackAdapter:
@@ -77,8 +81,11 @@ class RepackAdapter:
         return CheckpointSource(self._index, self._tensors[name], self._cast)
 
     def content(self, name: str) -> Bytes:
-        """Never called: every part is on one rank, or the same bytes of the same file."""
-        raise NotImplementedError(name)
+        """Return a tensor's bytes, read whole."""
+        tensor = self._tensors[name]
+        out = np.empty(math.prod(tensor.shape) * BITS[tensor.dtype] // BITS_PER_BYTE, np.uint8)
+        gather(self._index, {name: Part(tensor, whole(tensor.shape), out)})
+        return out
 
     def mover(self, check: Callable[[], None]) -> AbstractContextManager[Mover]:
         """Return what moves bytes between the ranks. Collective."""
@@ -90,8 +97,13 @@ class RepackAdapter:
         for name in files.names():
             if PurePosixPath(name).suffix not in EXTRA_SUFFIXES or name.endswith(".index.json"):
                 continue
-            with suppress(CheckpointError):  # a folder of such a name
-                (folder / name).write_bytes(files.read(name, 0, files.size(name)))
+            try:
+                size = files.size(name)
+            except CheckpointError:  # a folder of such a name, or a link to nowhere
+                continue
+            with (folder / name).open("wb") as out:
+                for start in range(0, size, EXTRA_PIECE_BYTES):
+                    out.write(files.read(name, start, min(size, start + EXTRA_PIECE_BYTES)))
 
 
 class CheckpointSource:

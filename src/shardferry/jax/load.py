@@ -13,6 +13,7 @@ from shardferry.convert.steps import Concatenate, Reshape
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
 from shardferry.execute.meter import check_budget
+from shardferry.execute.options import check_options
 from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.jax.filler import Filler
 from shardferry.jax.group import open_group
@@ -22,7 +23,7 @@ from shardferry.plan.match import Rules
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shardferry.convert.rules import Rule
     from shardferry.execute.report import LoadReport, Progress
@@ -127,13 +128,6 @@ def prepare(path: str | os.PathLike[str], tree: Tree, *, strict: bool, options: 
     """
     check_options(options, LoadOptions.__optional_keys__, "a load")
     return Filler(tree.leaves), _request(path, tree.leaves, strict=strict, options=options)
-
-
-def check_options(given: Collection[str], known: frozenset[str], what: str) -> None:
-    """Raise `TypeError` for an option that does not exist."""
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise TypeError(f"unknown option {', '.join(unknown)}; {what} takes {', '.join(sorted(known))}")
 
 
 def stacking_rules(leaves: Iterable[Leaf]) -> tuple[Rule, ...]:

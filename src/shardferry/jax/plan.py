@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import jax
 
-from shardferry.errors import InvalidInputError, ShardingError
+from shardferry.errors import ShardingError
 from shardferry.execute.job import estimate_load
+from shardferry.execute.options import check_options, one_of
 from shardferry.execute.warm import WarmRequest
 from shardferry.execute.warm_job import JobRequest, run_warm
 from shardferry.jax.group import open_group
 from shardferry.jax.leaves import take_apart
-from shardferry.jax.load import DEFAULT_TIMEOUT_S, LoadOptions, check_options, prepare, stacking_rules
+from shardferry.jax.load import DEFAULT_TIMEOUT_S, LoadOptions, prepare, stacking_rules
 from shardferry.jax.parts import is_local, parts_to_save
 from shardferry.plan.match import Rules
 from shardferry.plan.target import Target
@@ -106,8 +107,6 @@ def warm(
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
         check_options(options, WarmOptions.__optional_keys__, "warming")
-        if options.get("when_short", "shrink") not in {"shrink", "refuse"}:
-            raise InvalidInputError(f'when_short is {options["when_short"]!r}; it is "shrink" or "refuse"')
         leaves = take_apart(target, names).leaves
         request = JobRequest(
             path=os.fspath(path),
@@ -123,7 +122,7 @@ def warm(
             node_of_rank=options.get("node_of_rank"),
             warm=WarmRequest(
                 cost=options.get("cost"),
-                when_short=options.get("when_short", "shrink"),
+                when_short=one_of(options.get("when_short", "shrink"), "when_short", ("shrink", "refuse")),
                 on_progress=options.get("on_progress"),
             ),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -12,12 +12,13 @@ import numpy as np
 from shardferry.errors import CheckpointWarning, InvalidInputError, ShardingError
 from shardferry.execute.meter import check_budget
 from shardferry.execute.open import open_checkpoint
+from shardferry.execute.options import check_options, one_of
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.problem import listed
 from shardferry.jax.dtypes import dtype_name
 from shardferry.jax.group import open_group
 from shardferry.jax.leaves import take_apart
-from shardferry.jax.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S, check_options, stacking_rules
+from shardferry.jax.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S, stacking_rules
 from shardferry.jax.mover import open_mover
 from shardferry.jax.parts import box_of, is_local, parts_to_save
 from shardferry.jax.sources import ArraySource, Held
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from shardferry.storage.base import Bytes
     from shardferry.transport.bulk import Mover
 
-_Choice = TypeVar("_Choice", bound=str)
 
 # Names listed in an error.
 LISTED = 5
@@ -204,9 +204,9 @@ def _request(
     return SaveRequest(
         path=os.fspath(path),
         max_shard_bytes=parse_size(max_shard_size),
-        on_existing=_one_of(on_existing, "on_existing", ("refuse", "replace")),
+        on_existing=one_of(on_existing, "on_existing", ("refuse", "replace")),
         dtype=None if dtype is None else _float_name(dtype),
-        replicas=_one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
+        replicas=one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
         given_names=(),
         conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
         metadata={"format": "pt", **options.get("metadata", {})},
@@ -222,9 +222,3 @@ def _float_name(dtype: DTypeLike) -> str:
     if name not in FLOATS:
         raise InvalidInputError(f"dtype= is {dtype}; floating arrays are cast to one of {', '.join(sorted(FLOATS))}")
     return name
-
-
-def _one_of(value: _Choice, name: str, choices: tuple[str, ...]) -> _Choice:
-    if value not in choices:
-        raise InvalidInputError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
-    return value

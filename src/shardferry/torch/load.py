@@ -13,6 +13,7 @@ from torch import nn
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
 from shardferry.execute.meter import check_budget
+from shardferry.execute.options import check_options
 from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.plan.match import Rules
 from shardferry.torch.conversions import chosen_conversions, ignorable_by_either_name
@@ -145,7 +146,7 @@ def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: Load
     out would be one call behind the others ever after.
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
-        _check_options(options)
+        check_options(options, LoadOptions.__optional_keys__, "a load")
         filler, request = prepare()
         report = run_load(group, filler, request)
         if not isinstance(request.rules.conversions, tuple):
@@ -161,12 +162,7 @@ def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: Load
 def prepare_model(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool, options: LoadOptions
 ) -> tuple[Filler, Request]:
-    """Return what fills a model, and what its load asks for.
-
-    Raises:
-        TypeError: If an option is unknown.
-    """
-    _check_options(options)
+    """Return what fills a model, and what its load asks for."""
     entries = model_entries(model)
     filler = Filler(entries, options.get("shardings", {}), put_into_model)
     filler.unfilled += unfilled_names(model, entries)
@@ -201,12 +197,3 @@ def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: b
         budget_bytes=budget_bytes,
         sharing=sharing,
     )
-
-
-def _check_options(options: LoadOptions) -> None:
-    unknown = sorted(set(options) - LoadOptions.__optional_keys__)
-    if unknown:
-        message = (
-            f"unknown option {', '.join(unknown)}; a load takes {', '.join(sorted(LoadOptions.__optional_keys__))}"
-        )
-        raise TypeError(message)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 
 from shardferry.execute.job import estimate_load
+from shardferry.execute.options import check_options
 from shardferry.torch.group import open_group
 from shardferry.torch.load import DEFAULT_TIMEOUT_S, LoadOptions, prepare_model
 
@@ -38,6 +39,7 @@ def plan_load(
         ShardferryError: As `load_model`, before it reads.
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
+        check_options(options, LoadOptions.__optional_keys__, "a load")
         filler, request = prepare_model(model, path, strict=strict, options=options)
         assert request.sharing is not None
         return estimate_load(group, filler, request, request.sharing)

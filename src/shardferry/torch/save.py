@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import torch
 
 from shardferry.errors import CheckpointWarning, InvalidInputError
 from shardferry.execute.meter import check_budget
 from shardferry.execute.open import open_checkpoint
+from shardferry.execute.options import check_options, one_of
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.oldfiles import Naming
 from shardferry.geometry.sharding import MeshLayout
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from shardferry.torch.extras import Savable
     from shardferry.torch.shardings import GivenSharding
 
-_Choice = TypeVar("_Choice", bound=str)
 
 # The Hub library's default; transformers' is ten times as large, which makes few files to write in parallel.
 DEFAULT_MAX_SHARD_SIZE = "5GB"
@@ -211,7 +211,7 @@ class _Saver:
 def _run(prepare: Callable[[], tuple[_Saver, SaveRequest]], options: SaveOptions) -> SaveReport:
     """Save what `prepare` offers; the group is opened first, so that all ranks hear of what is wrong on one."""
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
-        _check_options(options)
+        check_options(options, SaveOptions.__optional_keys__, "a save")
         report = run_save(group, *prepare())
         for text in report.warnings if group.rank == 0 else ():
             warnings.warn(text, CheckpointWarning, stacklevel=3)
@@ -232,9 +232,9 @@ def _request(
     return SaveRequest(
         path=os.fspath(path),
         max_shard_bytes=parse_size(max_shard_size),
-        on_existing=_one_of(on_existing, "on_existing", ("refuse", "replace")),
+        on_existing=one_of(on_existing, "on_existing", ("refuse", "replace")),
         dtype=None if dtype is None else _float_name(dtype),
-        replicas=_one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
+        replicas=one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
         given_names=set(options.get("shardings", {})) - known,
         conversions=(),
         metadata={"format": "pt", **options.get("metadata", {})},
@@ -246,25 +246,11 @@ def _request(
     )
 
 
-def _check_options(options: SaveOptions) -> None:
-    unknown = sorted(set(options) - SaveOptions.__optional_keys__)
-    if unknown:
-        raise TypeError(
-            f"unknown option {', '.join(unknown)}; a save takes {', '.join(sorted(SaveOptions.__optional_keys__))}"
-        )
-
-
 def _float_name(dtype: torch.dtype) -> str:
     name = dtype_name(dtype, "dtype=")
     if name not in FLOATS:
         raise InvalidInputError(f"dtype= is {dtype}; floating tensors are cast to one of {', '.join(sorted(FLOATS))}")
     return name
-
-
-def _one_of(value: _Choice, name: str, choices: tuple[str, ...]) -> _Choice:
-    if value not in choices:
-        raise InvalidInputError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
-    return value
 
 
 def _entries_to_write(model: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:

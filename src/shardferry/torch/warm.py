@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch import nn
 
-from shardferry.errors import InvalidInputError
+from shardferry.execute.options import check_options, one_of
 from shardferry.execute.warm import WarmRequest
 from shardferry.execute.warm_job import JobRequest, run_warm
 from shardferry.plan.match import Rules
@@ -82,7 +82,7 @@ def warm(
         RankFailedError: If another rank failed; says which and why.
     """
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
-        _check_options(options)
+        check_options(options, WarmOptions.__optional_keys__, "warming")
         shardings, module = options.get("shardings", {}), _module_of(model)
         conversions = chosen_conversions(options.get("conversions", ()), module)
         ignorable = ignorable_by_either_name(ignorable_names(module), conversions)
@@ -95,7 +95,7 @@ def warm(
             node_of_rank=options.get("node_of_rank"),
             warm=WarmRequest(
                 cost=options.get("cost"),
-                when_short=options.get("when_short", "shrink"),
+                when_short=one_of(options.get("when_short", "shrink"), "when_short", ("shrink", "refuse")),
                 on_progress=options.get("on_progress"),
             ),
         )
@@ -110,12 +110,3 @@ def _targets(model: nn.Module | Mapping[str, torch.Tensor], shardings: Mapping[s
 
 def _module_of(model: nn.Module | Mapping[str, torch.Tensor]) -> nn.Module | None:
     return model if isinstance(model, nn.Module) else None
-
-
-def _check_options(options: WarmOptions) -> None:
-    unknown = sorted(set(options) - WarmOptions.__optional_keys__)
-    if unknown:
-        known = ", ".join(sorted(WarmOptions.__optional_keys__))
-        raise TypeError(f"unknown option {', '.join(unknown)}; warming takes {known}")
-    if options.get("when_short", "shrink") not in ("shrink", "refuse"):
-        raise InvalidInputError(f'when_short is {options["when_short"]!r}; it is "shrink" or "refuse"')

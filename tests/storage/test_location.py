@@ -35,7 +35,7 @@ def test_urls_name_a_folder_or_a_file_in_one(path: str, root: str, entry: str | 
     where = locate(path)
 
     assert (where.root.lower() if path.isupper() else where.root, where.entry) == (root, entry)
-    assert (where.is_local, where.has_page_cache, where.kind) == (False, False, "object_store")
+    assert not where.is_local
     assert is_remote(path)
 
 

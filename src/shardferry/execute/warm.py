@@ -86,7 +86,7 @@ def page_cached_root(path: str) -> str:
         InvalidInputError: If it is not on a filesystem: what comes from a server directly is in no page cache.
     """
     where = locate(path)
-    if not where.has_page_cache:
+    if not where.is_local:
         raise InvalidInputError(
             f"{where.root} is no folder of this machine: what is read from it goes through no page cache that could be "
             "warmed. Warm a mount or a copy of it"

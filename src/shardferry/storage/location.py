@@ -6,13 +6,12 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from shardferry.errors import CheckpointNotFoundError, InvalidInputError, StorageError
 from shardferry.format.fileset import likely_names
 from shardferry.storage.files import LocalFiles
-from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, filesystem_type
 from shardferry.storage.hubpath import HubPath, cached_snapshot, is_offline, parse_hub_path
 from shardferry.storage.url import HTTP_SCHEMES, parse_url, redact, scheme_of
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 _whole: dict[str, str] = {}
 MAX_REMEMBERED = 1000
 
-Kind = Literal["local", "network_mount", "object_store"]
-
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -40,24 +37,14 @@ class Location:
         entry: The file that the path names; None for a folder.
         files: Reads headers and indexes.
         open_store: Makes what reads tensors, from the files that the job has agreed to read.
-        kind: What kind of storage it is; the name of its cost preset.
+        is_local: Whether it is a path of the file system, network mounts among them.
     """
 
     root: str
     entry: str | None
     files: Files
     open_store: Callable[[Mapping[str, FileInfo]], Store]
-    kind: Kind
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is a path of the file system, network mounts among them."""
-        return self.kind != "object_store"
-
-    @property
-    def has_page_cache(self) -> bool:
-        """Whether ranks of one node that read the same bytes fetch them once."""
-        return self.is_local
+    is_local: bool
 
 
 def locate(path: str | os.PathLike[str], variant: str | None = None) -> Location:
@@ -150,24 +137,15 @@ def _locate_local(path: str) -> Location:
     except OSError as error:  # no permission on the way, a name too long
         raise StorageError(f"{where} cannot be looked at: {error.strerror}") from error
     root = str(where if is_folder else where.parent)
-    return Location(root, None if is_folder else where.name, LocalFiles(root), partial(_local_store, root), _kind(root))
+    return Location(
+        root, None if is_folder else where.name, LocalFiles(root), partial(_local_store, root), is_local=True
+    )
 
 
 def _local_store(root: str, _: Mapping[str, FileInfo]) -> Store:
     from shardferry.storage.local import LocalStore  # noqa: PLC0415 - who only opens a checkpoint needs no NumPy
 
     return LocalStore(root)
-
-
-def _kind(root: str) -> Kind:
-    try:
-        descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return "local"  # it will be said when it is opened
-    try:
-        return "local" if filesystem_type(descriptor) in LOCAL_FILESYSTEMS else "network_mount"
-    finally:
-        os.close(descriptor)
 
 
 def _locate_hub(hub: HubPath) -> Location:
@@ -194,5 +172,5 @@ def _remote(source: Source, entry: str | None) -> Location:
         entry=entry,
         files=ObjectFiles(source, OPEN_PATIENCE),
         open_store=lambda files: ObjectStore(source, files, PATIENCE),
-        kind="object_store",
+        is_local=False,
     )

@@ -107,8 +107,9 @@ class _StreamedFile:
         self._upload = upload
         self._check = check
 
-    def write(self, data: Bytes, start: int, on_write: Callable[[int, int], None]) -> None:  # noqa: ARG002 - in order
+    def write(self, data: Bytes, start: int, on_write: Callable[[int, int], None]) -> None:
         """Append `data`, which belongs at offset `start`: where the last write ended."""
+        assert start == self._upload.position, f"byte {start} of {self._upload.where} after {self._upload.position}"
         self._upload.write(data, self._check)
         on_write(len(data), 1)
 

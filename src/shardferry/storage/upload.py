@@ -83,6 +83,11 @@ class Upload:
         self._thread = threading.Thread(target=self._send, name=f"upload {name}", daemon=True)
         self._thread.start()
 
+    @property
+    def position(self) -> int:
+        """Bytes that have been given to it: where in the object the next ones go."""
+        return self._written
+
     def write(self, data: Bytes, check: Callable[[], None]) -> None:
         """Append contiguous bytes; returns when they are copied, waits while too many parts are under way.
 

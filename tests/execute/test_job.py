@@ -25,6 +25,7 @@ from shardferry.plan.match import Rules
 from shardferry.plan.target import Target
 from shardferry.testing.groups import rank_outcomes, run_ranks
 from shardferry.transport.solo import SoloGroup
+from shardferry.units import MIB
 
 from .arrays import ArrayAdapter, ArrayDestination, load, request, save, target
 
@@ -340,3 +341,15 @@ def test_staging_stays_within_the_budget_and_is_waited_for(tmp_path: Path) -> No
     assert np.array_equal(adapter.arrays["w"], big)
     assert 0 < report.ranks[0].peak_extra_bytes <= budget
     assert all(staging.waits for staging in adapter.stagings)
+
+
+@pytest.mark.parametrize("stage", [False, True])
+def test_many_small_neighbours_are_read_by_few_requests(tmp_path: Path, *, stage: bool) -> None:
+    """A request is as large as many tensors, not as the largest of them."""
+    small = {f"w{i:04}": np.full(1024, i, np.float32) for i in range(2000)}
+    adapter = ArrayAdapter([target(name, (1024,), (1024,)) for name in small], stage=stage)
+    report = load(SoloGroup(), adapter, request(save(tmp_path, **small)))
+    assert all(np.array_equal(adapter.arrays[name], array) for name, array in small.items())
+    assert report.total.bytes_read == 2000 * 4096
+    assert report.total.requests <= 8, "two calls for each of four threads at most"
+    assert report.total.peak_extra_bytes <= 64 * MIB

@@ -323,7 +323,7 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
         most = work.request.budget_bytes // (threads * BUFFERS_PER_THREAD)
         if not where.is_local and _is_direct(plan, destinations):
             most = REMOTE_PIECE_BYTES
-        piece_bytes = _piece_bytes(plan, most)
+        piece_bytes = _piece_bytes(plan, threads, most)
         settings = Settings(
             num_threads=threads,
             piece_bytes=piece_bytes,
@@ -372,9 +372,10 @@ def _is_direct(plan: LoadPlan, destinations: Mapping[str, Destination]) -> bool:
     )
 
 
-def _piece_bytes(plan: LoadPlan, most: int) -> int:
+def _piece_bytes(plan: LoadPlan, num_threads: int, most: int) -> int:
+    """Return what is read at a time: no more than there is, nor so much that a thread has nothing to do."""
     largest = max((copy.num_bytes for tensor in plan.tensors for copy in tensor.all_copies()), default=1)
-    return min(PIECE_BYTES, most, largest)
+    return min(PIECE_BYTES, most, max(largest, -(-plan.bytes_wanted // num_threads)))
 
 
 class _Counter:

@@ -192,6 +192,37 @@ def test_64_bits_are_never_cut_in_silence(tmp_path: Path) -> None:
         assert np.array_equal(sf.load(path, {"w": struct((3,), np.int64)})["w"], np.arange(3))
 
 
+@pytest.mark.parametrize(("stored", "wanted"), [(np.int64, np.int32), (np.uint64, np.uint32)])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_integers_lose_their_upper_half_when_asked_and_only_if_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: type, wanted: type, *, on_host: bool
+) -> None:
+    monkeypatch.setattr("shardferry.jax.filler.is_on_host", lambda _: on_host)
+    limits = np.iinfo(wanted)
+    values = np.array([limits.min, 0, 1, limits.max], stored)
+    target = {"ids.weight": struct((4,), wanted, sharding=cut("a"))}
+    reports: list[sf.LoadReport] = []
+    made = sf.load(saved(tmp_path, **{"ids.weight": values}), target, cast="integers", on_report=reports.append)
+    assert made["ids.weight"].dtype == wanted
+    assert np.array_equal(made["ids.weight"], values)
+    assert reports[0].total.num_cast == 4
+    values[2] = int(limits.max) + 1
+    with pytest.raises(MismatchError, match=rf"^ids.weight: the checkpoint holds {values[2]}, which does not fit"):
+        sf.load(saved(tmp_path, **{"ids.weight": values}), target, cast="integers")
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("I64", np.uint32), ("U64", np.int32), ("I32", np.int16)])
+def test_other_integers_are_never_cast(tmp_path: Path, stored: str, wanted: type) -> None:
+    path = raw(tmp_path, stored, (2,), bytes(2 * BITS[stored] // 8))
+    with pytest.raises(MismatchError, match=rf"w: model \w+, checkpoint {stored}"):
+        sf.load(path, {"w": struct((2,), wanted)}, cast="integers")
+
+
+def test_an_unknown_cast_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="cast is 'ints'; it must be one of True, False, 'integers'"):
+        sf.load(saved(tmp_path, w=numbers(3)), {"w": struct((3,))}, cast="ints")  # type: ignore[arg-type]
+
+
 def test_floats_are_cast_when_the_target_says_so(tmp_path: Path) -> None:
     values = np.array([1.5, 3e38, 1e-8, -2], np.float64)
     path = saved(tmp_path, w=values)

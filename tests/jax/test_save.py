@@ -65,6 +65,13 @@ def test_floats_are_cast_when_asked(tmp_path: Path) -> None:
     assert np.array_equal(saved["w"], numbers(8, 4).astype(ml_dtypes.bfloat16))
 
 
+def test_numpy_arrays_of_64_bits_are_saved_whole(tmp_path: Path) -> None:
+    tree = {"ids": np.array([2**40 + 1, -1]), "seeds": np.array([2**63 + 1], np.uint64), "x": np.array([1 + 2**-50])}
+    sf.save(tmp_path / "out", tree)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(saved[name].dtype == array.dtype and np.array_equal(saved[name], array) for name, array in tree.items())
+
+
 def test_existing_checkpoints_are_refused_or_replaced(tmp_path: Path) -> None:
     sf.save(tmp_path / "out", {"w": numbers(3)})
     with pytest.raises(CheckpointExistsError):

@@ -9,7 +9,7 @@ from shardferry.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-_Choice = TypeVar("_Choice", bound=str)
+_Choice = TypeVar("_Choice", bound=str | bool)
 
 
 def check_options(given: Collection[str], known: frozenset[str], what: str) -> None:
@@ -19,7 +19,7 @@ def check_options(given: Collection[str], known: frozenset[str], what: str) -> N
         raise TypeError(f"unknown option {', '.join(unknown)}; {what} takes {', '.join(sorted(known))}")
 
 
-def one_of(value: _Choice, name: str, choices: tuple[str, ...]) -> _Choice:
+def one_of(value: _Choice, name: str, choices: tuple[str | bool, ...]) -> _Choice:
     """Return `value`.
 
     Raises:

@@ -44,7 +44,7 @@ class RankReport:
         seconds: Wall seconds by phase; `"wait"` is time spent waiting for other ranks.
         peak_extra_bytes: Most memory held at one time beside the tensors themselves.
         num_tensors: Tensors of which this rank holds a part.
-        num_cast: Tensors whose floating dtype was cast to the model's.
+        num_cast: Tensors whose dtype was cast to the model's.
         num_overflowed: Finite values that became infinite in a cast.
     """
 

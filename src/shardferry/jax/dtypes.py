@@ -47,18 +47,22 @@ def dtype_name(dtype: object, tensor_name: str) -> str:
     """Return the safetensors name of a JAX dtype.
 
     Raises:
-        InvalidInputError: If files cannot hold it, or JAX would truncate it; names the tensor.
+        InvalidInputError: If files cannot hold it; names the tensor.
     """
     name = None if jnp.issubdtype(dtype, jax.dtypes.extended) else _NAMES.get(np.dtype(dtype))  # type: ignore[arg-type,call-overload]
     if name is None:
         raise InvalidInputError(f"{tensor_name}: safetensors files cannot hold {dtype}, or JAX cannot hold it in them")
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        message = (
-            f"{tensor_name}: JAX would silently truncate {dtype} to 32 bits, because jax_enable_x64 is off. Turn it "
-            "on, or ask for a 32-bit dtype"
-        )
-        raise InvalidInputError(message)
     return name
+
+
+def refuse_truncated(name: str, tensor_name: str) -> None:
+    """Raise `InvalidInputError` if JAX would make less of a dtype, given by its safetensors name; names the tensor."""
+    dtype = _DTYPES[name]
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise InvalidInputError(
+            f"{tensor_name}: JAX would silently truncate {dtype} to 32 bits, because jax_enable_x64 is off. Turn it "
+            'on, or ask for a 32-bit dtype, which integers are cast to with cast="integers" only'
+        )
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.format.dtypes import BITS
-from shardferry.jax.dtypes import numpy_dtype
+from shardferry.jax.dtypes import numpy_dtype, refuse_truncated
 from shardferry.jax.memory import BoxMemory, PartDestination, make_boxes, memories
 from shardferry.jax.parts import box_of, is_local, parts_to_load, parts_to_save
 from shardferry.jax.sending import Sender, SentDestination, is_on_host
@@ -71,7 +71,7 @@ class Filler:
                 continue
             boxes = make_boxes(part, leaf.dtype, tensor.copies[0].first_byte if tensor.copies else 0)
             self._boxes[leaf.position].update(boxes)
-            self._destinations[tensor.name] = PartDestination(tuple(boxes.values()), leaf.dtype)
+            self._destinations[tensor.name] = PartDestination(tuple(boxes.values()), leaf.dtype, leaf.name)
         everything = (memory.array for boxes in self._boxes.values() for memory in boxes.values())
         advise_huge_pages(memories(everything))
         return self._destinations
@@ -104,6 +104,7 @@ class Filler:
 
     def _offer(self) -> Iterator[Target]:
         for leaf in self._leaves:
+            refuse_truncated(leaf.dtype, leaf.name)
             parts = self._parts(leaf)
             for at, part in enumerate(parts.by_process[jax.process_index()]):
                 layouts = () if is_local(leaf.sharding) else (parts.layouts[at],)

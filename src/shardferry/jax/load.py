@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import jax
 
@@ -13,7 +13,7 @@ from shardferry.convert.steps import Concatenate, Reshape
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
 from shardferry.execute.meter import check_budget
-from shardferry.execute.options import check_options
+from shardferry.execute.options import check_options, one_of
 from shardferry.execute.reading import Sharing, check_sharing
 from shardferry.jax.filler import Filler
 from shardferry.jax.group import open_group
@@ -39,8 +39,9 @@ class LoadOptions(TypedDict, total=False):
     """Options of every load.
 
     Attributes:
-        cast: Cast F16, BF16, F32 and F64 to the target's dtype (default); False makes a difference an error. Nothing
-            else is ever cast.
+        cast: Cast F16, BF16, F32 and F64 to the target's dtype (default); False makes a difference an error.
+            `"integers"` also casts I64 to I32 and U64 to U32 where the target says so, and raises if a value does not
+            fit. Nothing else is ever cast.
         conversions: Rules that make the checkpoint's names and shapes the tree's, applied in order, before `names`; see
             `shardferry.conversions`. All processes give the same ones.
         checkpoint_strict: Apply the rules of files and index in full (default); False goes on where transformers
@@ -56,7 +57,7 @@ class LoadOptions(TypedDict, total=False):
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
     """
 
-    cast: bool
+    cast: bool | Literal["integers"]
     conversions: Sequence[Rule]
     checkpoint_strict: bool
     variant: str | None
@@ -97,7 +98,8 @@ def load(
         The tree, its arrays with exactly the shardings asked for, memory kinds included.
 
     Raises:
-        MismatchError: If names, shapes or dtypes do not fit; lists them by class. Nothing was read.
+        MismatchError: If names, shapes or dtypes do not fit; lists them by class. Nothing was read. Or if an integer
+            does not fit the 32 bits it is to be cast to.
         CheckpointError: If the checkpoint breaks a rule of the format.
         InvalidInputError: If `target` has a dtype that JAX would truncate or that files cannot hold.
         ShardingError: If a sharding does not fit its shape or processes disagree.
@@ -145,6 +147,7 @@ def _stacking(name: str, stacked: str | Stacked, shape: tuple[int, ...]) -> Conv
 def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bool, options: LoadOptions) -> Request:
     budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
     check_budget(budget_bytes)
+    cast = one_of(options.get("cast", True), "cast", (True, False, "integers"))
     sharing = Sharing(
         read_once=options.get("read_once", "auto"),
         exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),
@@ -158,9 +161,10 @@ def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bo
         variant=options.get("variant"),
         rules=Rules(
             sources={},
-            cast=options.get("cast", True),
+            cast=bool(cast),
             ignorable=lambda _: False,
             conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
+            narrow=cast == "integers",
         ),
         given_names=(),
         node_of_rank=options.get("node_of_rank"),

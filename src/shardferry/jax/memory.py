@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shardferry.errors import MismatchError
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import box
 from shardferry.geometry.spans import collapse
@@ -60,12 +61,13 @@ def make_boxes(part: Part, dtype: str, file_offset: int) -> dict[Box, BoxMemory]
 class PartDestination:
     """The boxes of a part, filled by copies that are planned for the region they make together."""
 
-    def __init__(self, boxes: Sequence[BoxMemory], dtype: str) -> None:
-        """Fill `boxes`, of a dtype given by its safetensors name."""
+    def __init__(self, boxes: Sequence[BoxMemory], dtype: str, name: str) -> None:
+        """Fill `boxes`, of a dtype given by its safetensors name; errors call the array `name`."""
         self.was_cast = False
         self._num_overflowed: list[int] = []  # threads may append at the same time
         self._boxes = boxes
         self._dtype = dtype
+        self._name = name
         self._is_packed = is_packed(dtype)
 
     @property
@@ -88,7 +90,11 @@ class PartDestination:
         return None
 
     def store(self, copy: Copy, staged: Bytes) -> None:
-        """Take what `copy` read, in the order of its region, out of staging memory, casting it if need be."""
+        """Take what `copy` read, in the order of its region, out of staging memory, casting it if need be.
+
+        Raises:
+            MismatchError: If an integer does not fit the dtype it is cast to.
+        """
         values = self._cast(unpack(staged, copy.dtype), copy.dtype)
         source = values.reshape(copy.region.shape).transpose(copy.axes)
         for place, array in self._boxes:
@@ -107,8 +113,19 @@ class PartDestination:
         stored, wanted = elements.view(numpy_dtype(dtype)), numpy_dtype(self._dtype)
         with np.errstate(over="ignore"):  # counted below, and told by the caller
             made = stored.astype(wanted)
+        if wanted.kind in "iu":
+            self._check_kept(stored, made)
+            return made.view(carrier_dtype(self._dtype))
         self._num_overflowed.append(int(np.count_nonzero(np.isinf(made)) - np.count_nonzero(np.isinf(stored))))
         return made.view(carrier_dtype(self._dtype))
+
+    def _check_kept(self, stored: NDArray[np.generic], made: NDArray[np.generic]) -> None:
+        changed = np.flatnonzero(stored != made)
+        if len(changed):
+            raise MismatchError(
+                f"{self._name}: the checkpoint holds {stored[changed[0]]}, which does not fit {made.dtype}. Load it "
+                f"as {stored.dtype}, with jax_enable_x64"
+            )
 
 
 def unpack(data: Bytes, dtype: str) -> NDArray[np.unsignedinteger]:

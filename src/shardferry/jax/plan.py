@@ -117,6 +117,7 @@ def warm(
                 cast=True,
                 ignorable=lambda _: False,
                 conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
+                narrow=True,
             ),
             given_names=(),
             node_of_rank=options.get("node_of_rank"),

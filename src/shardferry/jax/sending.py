@@ -99,7 +99,7 @@ class SentDestination:
         with self._lock:
             if self._filling is None:
                 boxes = self._sender.hold(self._part, self._leaf.dtype)
-                self._filling = boxes, PartDestination(tuple(boxes.values()), self._leaf.dtype)
+                self._filling = boxes, PartDestination(tuple(boxes.values()), self._leaf.dtype, self._leaf.name)
         boxes, filling = self._filling
         filling.store(copy, staged)
         with self._lock:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shardferry.plan.target import Target
 
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+# Integers that a framework without 64 bits can hold only if every value fits.
+NARROWED = {"I64": "I32", "U64": "U32"}
 # Names listed per class in an error; the rest is counted.
 LISTED = 20
 
@@ -98,6 +100,7 @@ class Rules(NamedTuple):
         ignorable: Whether a name is of no use to this model on purpose.
         conversions: How names and shapes of the checkpoint become the model's, before names are matched.
         skip_mismatched: Whether a tensor of another shape counts as missing, instead of as an error of its own.
+        narrow: Whether 64-bit integers may become the model's of 32 bits.
     """
 
     sources: Mapping[str, Expression]
@@ -105,6 +108,7 @@ class Rules(NamedTuple):
     ignorable: Callable[[str], bool]
     conversions: tuple[Rule, ...] | Conversions = ()
     skip_mismatched: bool = False
+    narrow: bool = False
 
 
 def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rules) -> Matching:
@@ -235,13 +239,18 @@ def _fits(target: Target, source: Expression, stored: set[str], rules: Rules, pr
         kind = problems.missing if rules.skip_mismatched else problems.shape
         kind.append(f"{target.names[0]}: model {list(target.shape)}, checkpoint {list(source.shape)}")
         return False
-    wrong = sorted(
-        dtype for dtype in stored if dtype != target.dtype and not (rules.cast and {dtype, target.dtype} <= FLOATS)
-    )
+    wrong = sorted(dtype for dtype in stored if not _is_taken(dtype, target.dtype, rules))
     if wrong:
         problems.dtype.append(f"{target.names[0]}: model {target.dtype}, checkpoint {', '.join(wrong)}")
         return False
     return True
+
+
+def _is_taken(stored: str, wanted: str, rules: Rules) -> bool:
+    """Return whether a stored dtype is the one that is wanted, or may be cast to it."""
+    if stored == wanted or (rules.narrow and NARROWED.get(stored) == wanted):
+        return True
+    return rules.cast and {stored, wanted} <= FLOATS
 
 
 def _line(kind: str, names: list[str]) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,31 +38,49 @@ MIB = 1 << 20
 MAX_BYTES = 200 * 10**6
 
 
-@dataclass
 class SlowStore:
-    """Files of zeros behind a latency and one bandwidth for all; also a file of itself. Remembers what was read."""
+    """Files of zeros behind a latency and one bandwidth for all, in a time of its own. Remembers what was read.
 
-    latency_s: float = 0.0
-    rate: float = float("inf")
-    size: int = 64 * BLOCK_BYTES
-    reads: list[tuple[str, int, int]] = field(default_factory=list)
-    name: str = ""
-    busy_until: list[float] = field(default_factory=lambda: [0.0])
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    before: Callable[[int], object] = bool
+    Time passes when as many reads as there are streams wait together: their latency side by side, their bytes one after
+    another. No stall of this machine can be seen.
+    """
+
+    def __init__(
+        self,
+        streams: int,
+        *,
+        latency_s: float = 0.0,
+        rate: float = float("inf"),
+        before: Callable[[SlowStore, int], object] = lambda *_: None,
+    ) -> None:
+        self.streams, self.latency_s, self.rate, self.before = streams, latency_s, rate, before
+        self.reads: list[tuple[str, int, int]] = []
+        self.now = 0.0
+        self.waiting = threading.Barrier(streams, timeout=60)
+
+    def clock(self) -> float:
+        return self.now
+
+    def read(self, num_bytes: int) -> None:
+        self.before(self, num_bytes)
+        if self.waiting.wait() == 0:
+            self.now += max(self.latency_s + num_bytes / self.rate, self.streams * num_bytes / self.rate)
+        self.waiting.wait()
 
     @contextmanager
-    def open(self, name: str) -> Iterator[SlowStore]:
-        shared = (self.reads, name, self.busy_until, self.lock, self.before)
-        yield SlowStore(self.latency_s, self.rate, self.size, *shared)
+    def open(self, name: str) -> Iterator[SlowFile]:
+        yield SlowFile(self, name)
+
+
+@dataclass
+class SlowFile:
+    store: SlowStore
+    name: str
+    size: int = MAX_BLOCKS * BLOCK_BYTES
 
     def read_into(self, out: Bytes, start: int, on_read: OnRead) -> None:
-        self.before(len(out))
-        with self.lock:
-            self.reads.append((self.name, start, start + len(out)))
-            now = time.monotonic()
-            self.busy_until[0] = done = max(self.busy_until[0], now - 0.005) + len(out) / self.rate
-        time.sleep(max(0.0, max(done, now) + self.latency_s - now))
+        self.store.reads.append((self.name, start, start + len(out)))
+        self.store.read(len(out))
         on_read(len(out), 1)
 
     def read_rows(self, out: Bytes, rows: Rows, on_read: OnRead) -> NoReturn:
@@ -91,23 +108,24 @@ def break_even(latency_s: float, rate: float, streams: int, fraction: float) -> 
     ("latency_s", "rate", "streams"), [(0.005, 200e6, 1), (0.005, 200e6, 4), (0.02, 200e6, 16), (0.02, 200e6, 32)]
 )
 def test_the_break_even_span_of_a_slow_store_is_told_within_twice(latency_s: float, rate: float, streams: int) -> None:
-    store = SlowStore(latency_s, rate)
-    measured = measure(store, blocks_of_store({"a": 128 * BLOCK_BYTES}), streams=streams)
+    store = SlowStore(streams, latency_s=latency_s, rate=rate)
+    measured = measure(store, blocks_of_store({"a": 128 * BLOCK_BYTES}), streams=streams, clock=store.clock)
     fit = fit_points([Point(*sample) for sample in measured.samples])
     assert fit is not None
     assert fit.holds
     assert fit.bandwidth == pytest.approx(rate, rel=0.4)
     assert 0.5 < fit.break_even_bytes(1 / 8) / break_even(latency_s, rate, streams, 1 / 8) < 2
     assert measured.read_bytes < MAX_BYTES
+    assert measured.seconds < 2
 
 
 @pytest.mark.parametrize("streams", range(1, MAX_STREAMS + 1))
 @pytest.mark.parametrize("spare", [0, 7, MAX_BLOCKS])
 def test_every_byte_is_read_at_most_once_and_none_outside_the_blocks(streams: int, spare: int) -> None:
-    store = SlowStore()
+    store = SlowStore(streams)
     few = [Block(file, 2 * at * BLOCK_BYTES) for file in "ab" for at in range(MAX_BLOCKS // 2)]
     blocks = few[: min_blocks(streams) + spare]
-    measured = measure(store, blocks, streams=streams)
+    measured = measure(store, blocks, streams=streams, clock=store.clock)
     assert len(measured.samples) >= 3
     assert sum(stop - start for _, start, stop in store.reads) == measured.read_bytes <= MAX_BYTES
     ordered = sorted(store.reads)
@@ -122,35 +140,34 @@ def test_every_byte_is_read_at_most_once_and_none_outside_the_blocks(streams: in
 
 
 def test_a_store_too_slow_for_long_reads_is_left_alone_in_time() -> None:
-    store = SlowStore(rate=4e6)
-    begin = time.monotonic()
-    measured = measure(store, blocks_of_store({"a": store.size}), streams=4)
-    assert time.monotonic() - begin < 4
+    store = SlowStore(4, rate=4e6)
+    measured = measure(store, blocks_of_store({"a": 64 * BLOCK_BYTES}), streams=4, clock=store.clock)
+    assert measured.seconds < 2
     assert BLOCK_BYTES not in [sample.span_bytes for sample in measured.samples]
 
 
 def test_a_single_stall_is_no_cost_of_the_storage() -> None:
     stalled: list[int] = []
 
-    def stall(num_bytes: int) -> None:
+    def stall(store: SlowStore, num_bytes: int) -> None:
         if num_bytes == MIB and not stalled:
             stalled.append(num_bytes)
-            time.sleep(0.2)
+            store.now += 0.2
 
-    store = SlowStore(0.002, 400e6, before=stall)
-    measured = measure(store, blocks_of_store({"a": 64 * BLOCK_BYTES}), streams=1)
+    store = SlowStore(1, latency_s=0.002, rate=400e6, before=stall)
+    measured = measure(store, blocks_of_store({"a": 64 * BLOCK_BYTES}), streams=1, clock=store.clock)
     (sample,) = (sample for sample in measured.samples if sample.span_bytes == MIB)
     assert stalled
     assert sample.seconds < 3 * (0.002 + MIB / 400e6)
 
 
 def test_a_read_that_fails_is_raised() -> None:
-    def fail(num_bytes: int) -> None:
+    def fail(_: SlowStore, num_bytes: int) -> None:
         if num_bytes >= MIB:
             raise StorageError("the disk is gone")
 
     with pytest.raises(StorageError, match="the disk is gone"):
-        measure(SlowStore(before=fail), blocks_of_store({"a": 64 * BLOCK_BYTES}), streams=4)
+        measure(SlowStore(4, before=fail), blocks_of_store({"a": 64 * BLOCK_BYTES}), streams=4)
 
 
 def test_blocks_of_a_store_are_whole_and_few() -> None:

@@ -24,7 +24,7 @@ from shardferry.storage.placement import place_bytes
 from shardferry.units import KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardferry.storage.base import Bytes, ReadableFile, Store
@@ -107,18 +107,21 @@ class Measurement(NamedTuple):
     seconds: float = 0.0
 
 
-def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measurement:
+def measure(
+    store: Store, blocks: Sequence[Block], *, streams: int, clock: Callable[[], float] = time.perf_counter
+) -> Measurement:
     """Time reads of several sizes.
 
     Args:
         store: Where the files of the blocks are.
         blocks: At least `min_blocks(streams)`, in the order of the file; each is read at most once.
         streams: Reads in flight, `MAX_STREAMS` at most.
+        clock: Seconds since some moment, asked from all threads.
 
     Raises:
         StorageError: If a read fails.
     """
-    begin = time.perf_counter()
+    begin = clock()
     samples: list[Sample] = []
     seen, read_bytes = None, 0
     with ExitStack() as stack:
@@ -131,11 +134,11 @@ def measure(store: Store, blocks: Sequence[Block], *, streams: int) -> Measureme
             fastest = min((sample.seconds / sample.span_bytes for sample in samples), default=0.0)
             if not places or fastest * size.span_bytes * streams > 2 * size.max_seconds:
                 continue
-            begun, ends = _Round(files, places, size).run(pool, buffers)
+            begun, ends = _Round(files, places, size, clock).run(pool, buffers)
             samples.append(Sample(size.span_bytes, stride, streams, _seconds_per_read(begun, ends, streams)))
             seen = places[0], size.span_bytes
             read_bytes += len(ends) * size.span_bytes
-    return Measurement(tuple(samples), seen, read_bytes, time.perf_counter() - begin)
+    return Measurement(tuple(samples), seen, read_bytes, clock() - begin)
 
 
 def blocks_of_store(sizes: Mapping[str, int]) -> list[Block]:
@@ -233,30 +236,33 @@ def keeps_pages(path: Path, start: int, num_bytes: int) -> bool | None:
 class _Round:
     """Reads of one size from all streams, until the places or the time are used up."""
 
-    def __init__(self, files: Mapping[str, ReadableFile], places: Sequence[Block], size: Size) -> None:
+    def __init__(
+        self, files: Mapping[str, ReadableFile], places: Sequence[Block], size: Size, clock: Callable[[], float]
+    ) -> None:
         self._files = files
         self._places = iter(places)
         self._size = size
+        self._clock = clock
         self._lock = threading.Lock()
         self._ends: list[float] = []
 
     def run(self, pool: ThreadPoolExecutor, buffers: Sequence[Bytes]) -> tuple[float, list[float]]:
         """Return when the first read began, and when each ended, ascending."""
-        begin = time.perf_counter()
+        begin = self._clock()
         for work in [pool.submit(self._read, buffer[: self._size.span_bytes], begin) for buffer in buffers]:
             work.result()
         return begin, self._ends
 
     def _read(self, out: Bytes, begin: float) -> None:
         first = True
-        while first or time.perf_counter() - begin < self._size.max_seconds:
+        while first or self._clock() - begin < self._size.max_seconds:
             with self._lock:
                 place = next(self._places, None)
             if place is None:
                 return
             self._files[place.file].read_into(out, place.start, _ignore)
             with self._lock:
-                self._ends.append(time.perf_counter())
+                self._ends.append(self._clock())
             first = False
 
 

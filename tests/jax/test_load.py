@@ -199,7 +199,7 @@ def test_integers_lose_their_upper_half_when_asked_and_only_if_it_is_empty(
 ) -> None:
     monkeypatch.setattr("shardferry.jax.filler.is_on_host", lambda _: on_host)
     limits = np.iinfo(wanted)
-    values = np.array([limits.min, 0, 1, limits.max], stored)
+    values: np.ndarray = np.array([limits.min, 0, 1, limits.max], stored)
     target = {"ids.weight": struct((4,), wanted, sharding=cut("a"))}
     reports: list[sf.LoadReport] = []
     made = sf.load(saved(tmp_path, **{"ids.weight": values}), target, cast="integers", on_report=reports.append)

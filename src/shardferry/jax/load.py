@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import jax
 
@@ -19,7 +19,7 @@ from shardferry.jax.filler import Filler
 from shardferry.jax.group import open_group
 from shardferry.jax.leaves import Stacked, put_together, take_apart
 from shardferry.jax.mover import open_mover
-from shardferry.plan.match import Rules
+from shardferry.plan.match import Cast, Rules
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class LoadOptions(TypedDict, total=False):
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
     """
 
-    cast: bool | Literal["integers"]
+    cast: Cast
     conversions: Sequence[Rule]
     checkpoint_strict: bool
     variant: str | None
@@ -147,7 +147,6 @@ def _stacking(name: str, stacked: str | Stacked, shape: tuple[int, ...]) -> Conv
 def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bool, options: LoadOptions) -> Request:
     budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
     check_budget(budget_bytes)
-    cast = one_of(options.get("cast", True), "cast", (True, False, "integers"))
     sharing = Sharing(
         read_once=options.get("read_once", "auto"),
         exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),
@@ -161,10 +160,9 @@ def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bo
         variant=options.get("variant"),
         rules=Rules(
             sources={},
-            cast=bool(cast),
+            cast=one_of(options.get("cast", True), "cast", (True, False, "integers")),
             ignorable=lambda _: False,
             conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
-            narrow=cast == "integers",
         ),
         given_names=(),
         node_of_rank=options.get("node_of_rank"),

@@ -114,10 +114,9 @@ def warm(
             variant=options.get("variant"),
             rules=Rules(
                 sources={},
-                cast=True,
+                cast="integers",
                 ignorable=lambda _: False,
                 conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
-                narrow=True,
             ),
             given_names=(),
             node_of_rank=options.get("node_of_rank"),

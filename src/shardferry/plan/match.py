@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardferry.convert.ops import Expression, Stored, dtypes_of, leaves
 from shardferry.convert.table import to_model
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 # Integers that a framework without 64 bits can hold only if every value fits.
 NARROWED = {"I64": "I32", "U64": "U32"}
+Cast = bool | Literal["integers"]
 # Names listed per class in an error; the rest is counted.
 LISTED = 20
 
@@ -96,19 +97,17 @@ class Rules(NamedTuple):
 
     Attributes:
         sources: How targets are made of stored tensors, by target name; a name not listed is stored under itself.
-        cast: Whether a floating dtype may be cast to the model's.
+        cast: Whether a floating dtype may be cast to the model's; `"integers"`: and 64-bit integers to 32 bits.
         ignorable: Whether a name is of no use to this model on purpose.
         conversions: How names and shapes of the checkpoint become the model's, before names are matched.
         skip_mismatched: Whether a tensor of another shape counts as missing, instead of as an error of its own.
-        narrow: Whether 64-bit integers may become the model's of 32 bits.
     """
 
     sources: Mapping[str, Expression]
-    cast: bool
+    cast: Cast
     ignorable: Callable[[str], bool]
     conversions: tuple[Rule, ...] | Conversions = ()
     skip_mismatched: bool = False
-    narrow: bool = False
 
 
 def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rules) -> Matching:
@@ -248,9 +247,9 @@ def _fits(target: Target, source: Expression, stored: set[str], rules: Rules, pr
 
 def _is_taken(stored: str, wanted: str, rules: Rules) -> bool:
     """Return whether a stored dtype is the one that is wanted, or may be cast to it."""
-    if stored == wanted or (rules.narrow and NARROWED.get(stored) == wanted):
+    if stored == wanted or (rules.cast == "integers" and NARROWED.get(stored) == wanted):
         return True
-    return rules.cast and {stored, wanted} <= FLOATS
+    return bool(rules.cast) and {stored, wanted} <= FLOATS
 
 
 def _line(kind: str, names: list[str]) -> str:

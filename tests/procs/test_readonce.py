@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,16 +22,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardferry.torch as sf
 from shardferry.errors import InvalidInputError, RankFailedError, ShardferryError
 
+from .pool import RankPool
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from shardferry.execute.report import LoadReport
 
-    from .pool import RankPool
-
 NODES = (0, 0, 1, 1)
 ROWS, WIDTH = 301, 64  # 301 rows are uneven over 4 ranks and over 2
+LATE_S = 20
 
 
 class Block(nn.Module):
@@ -168,23 +170,41 @@ def test_options_that_cannot_be_are_refused_on_all_ranks(ranks: RankPool, checkp
         assert "exchange_bytes is 1000; an exchange needs at least 1.00 MiB" in second
 
 
-def load_late(path: str) -> bool:
-    """Rank 2 is late in the middle of the load, where its first bytes are placed."""
+def load_late(path: str, moment: str) -> bool:
+    """Rank 2 is late: before it calls, or within the load, where its first bytes are placed."""
     model = Block()
+    is_late = dist.get_rank() == 2
 
     def be_late(_: object) -> None:
-        if dist.get_rank() == 2 and not late:
+        if is_late and moment == "within" and not late:
             late.append(True)
-            time.sleep(3)
+            time.sleep(LATE_S)
 
     late: list[bool] = []
-    report = sf.load_model(model, path, node_of_rank=NODES, read_once="always", on_progress=be_late, timeout_s=2)
-    return bool(late) == (dist.get_rank() == 2) and report.total.bytes_received > 0
+    if is_late and moment == "before":
+        time.sleep(LATE_S)
+    timeout_s = {"before": 3 * LATE_S, "within": 2}[moment]
+    report = sf.load_model(
+        model, path, node_of_rank=NODES, read_once="always", on_progress=be_late, timeout_s=timeout_s
+    )
+    return bool(late) == (is_late and moment == "within") and report.total.bytes_received > 0
 
 
 def test_a_rank_that_is_late_is_waited_for(ranks: RankPool, checkpoint: str) -> None:
-    """Later than the limit after which a rank that gives no sign of life is given up."""
-    assert ranks(4).run(load_late, checkpoint) == [True] * 4
+    """Later than the process group's limit, and within a load than that of a rank that gives no sign of life.
+
+    Two jobs wait at the same time.
+    """
+    others = RankPool()
+    try:
+        with ThreadPoolExecutor() as threads:
+            jobs = [
+                threads.submit(pool(4, gloo_timeout_s=LATE_S / 2).run, load_late, checkpoint, moment)
+                for pool, moment in ((ranks, "before"), (others, "within"))
+            ]
+        assert [job.result() for job in jobs] == [[True] * 4] * 2
+    finally:
+        others.close()
 
 
 def load_from_own_copy(folder: str, damage: str) -> tuple[str, float]:

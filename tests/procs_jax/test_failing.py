@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .pool import JaxJobs
 
 ROWS, COLUMNS = 256, 1024
+LATE_S = 20
 
 
 def make(folder: Path) -> str:
@@ -87,11 +89,26 @@ def load_and_die(path: str) -> None:
     sf.load(path, target(), on_progress=die if jax.process_index() == 1 else None)
 
 
-def load_late(path: str) -> float:
+def load_late(path: str, late_s: float) -> float:
+    """Process 1 is late before it calls."""
     if jax.process_index() == 1:
-        time.sleep(2)
-    sf.load(path, target(), timeout_s=20)
+        time.sleep(late_s)
+    sf.load(path, target(), timeout_s=3 * LATE_S)
     return time.monotonic()
+
+
+def load_late_within(path: str) -> bool:
+    """Process 1 is late within the load, where its first bytes are placed."""
+    late: list[bool] = []
+
+    def be_late(_: sf.Progress) -> None:
+        if jax.process_index() == 1 and not late:
+            late.append(True)
+            time.sleep(LATE_S)
+
+    nodes = [0] * jax.process_count()
+    sf.load(path, target(), read_once="always", node_of_rank=nodes, on_progress=be_late, timeout_s=2)
+    return bool(late)
 
 
 def load_too_late(path: str) -> None:
@@ -119,15 +136,20 @@ def test_a_save_that_fails_on_one_process_publishes_nothing(jax_job: JaxJobs, tm
 
 
 def test_a_late_process_is_waited_for(jax_job: JaxJobs, tmp_path: Path) -> None:
-    ends = jax_job(2, 4).run(load_late, make(tmp_path))
-    assert max(ends) - min(ends) < 1
+    """Within a load later than the limit of one that gives no sign of life. Two jobs wait at the same time."""
+    path = make(tmp_path)
+    with ThreadPoolExecutor() as threads:
+        before = threads.submit(jax_job(2, 4).run, load_late, path, LATE_S)
+        within = threads.submit(jax_job(4, 2).run, load_late_within, path)
+    assert max(before.result()) - min(before.result()) < LATE_S / 4
+    assert within.result() == [False, True, False, False]
 
 
 def test_a_process_that_comes_too_late_is_named_and_fails_too(jax_job: JaxJobs, tmp_path: Path) -> None:
     outcomes = jax_job(2, 4).outcomes(load_too_late, make(tmp_path))
     assert [outcome.error_type for outcome in outcomes] == ["RankFailedError"] * 2
     assert "rank 1 of 2" in outcomes[0].error
-    jax_job(2, 4).run(load_late, make(tmp_path))
+    jax_job(2, 4).run(load_late, make(tmp_path), 0)
 
 
 def test_a_process_that_dies_is_named(jax_job: JaxJobs, tmp_path: Path) -> None:

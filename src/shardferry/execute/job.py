@@ -2,8 +2,8 @@
 
 1. open: rank 0 opens and validates the checkpoint, and shares the parsed index and what storage costs it.
 2. agree: every rank matches its model with the index; names, shapes, dtypes and layouts are compared over all ranks.
-3. plan: every rank plans its copies; one rank per other node checks that its files are the ones rank 0 opened. Where
-   one rank may read for others, all agree how (see `reading`).
+3. plan: every rank plans its copies; where ranks read elsewhere than rank 0, one of them checks that its files are the
+   ones rank 0 opened (see `origins`). Where one rank may read for others, all agree how (see `reading`).
 4. read: every rank allocates and reads, and exchanges what one has read for several.
 
 Each step succeeds on all ranks or raises on all ranks. Nothing but these small exchanges couples ranks that read for
@@ -23,7 +23,8 @@ from shardferry.errors import InvalidInputError
 from shardferry.execute.fill import execute_plan
 from shardferry.execute.load import Destination, Settings, Staging
 from shardferry.execute.meter import Buffers, Meter
-from shardferry.execute.opening import share_opened
+from shardferry.execute.opening import Call, Opened, share_opened
+from shardferry.execute.origins import check_files
 from shardferry.execute.reading import (
     Reading,
     Sharing,
@@ -35,12 +36,10 @@ from shardferry.execute.reading import (
 )
 from shardferry.execute.readonce import Rounds, execute_rounds
 from shardferry.execute.report import LoadReport, Progress, RankReport, rank_report_from_bytes
-from shardferry.execute.topology import nodes_of, read_threads
-from shardferry.format.checkpoint import check_file
+from shardferry.execute.topology import read_threads
 from shardferry.plan.agreement import (
     Table,
     check_choice,
-    check_rules,
     choose_layouts,
     contradicted,
     disputed,
@@ -55,7 +54,16 @@ from shardferry.plan.agreement import (
     table_to_bytes,
 )
 from shardferry.plan.load import LoadPlan, Wanted, plan_load
-from shardferry.plan.match import Matching, Problems, Rules, match_targets, merge_problems, natural_key, raise_problems
+from shardferry.plan.match import (
+    Matching,
+    Problems,
+    Rules,
+    conversions_key,
+    match_targets,
+    merge_problems,
+    natural_key,
+    raise_problems,
+)
 from shardferry.plan.target import Target, region_of
 from shardferry.storage.location import locate_again
 from shardferry.storage.url import redact
@@ -65,8 +73,7 @@ from shardferry.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from shardferry.format.index import CheckpointIndex, TensorInfo
-    from shardferry.plan.costmodel import CostModel
+    from shardferry.format.index import CheckpointIndex
     from shardferry.plan.estimate import Estimate
     from shardferry.storage.base import Store
     from shardferry.transport.base import Group
@@ -148,11 +155,9 @@ class Request:
 class _Known:
     """What a rank knows once all have agreed."""
 
-    index: CheckpointIndex
-    cost: CostModel
+    opened: Opened
     matching: Matching
     tables: tuple[Table, ...]
-    nodes: tuple[int, ...]
 
 
 def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
@@ -162,16 +167,16 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
         ShardferryError: On every rank, if any rank cannot do its part; nothing was read unless reading failed.
     """
     mine = RankReport(group.rank)
-    nodes = nodes_of(group.hosts, request.node_of_rank)
-    mine.node = nodes[group.rank]
     with mine.timed("open"):
-        index, cost = share_opened(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
+        opened = share_opened(group, _call("load", request))
+    index, nodes = opened.index, opened.origins.nodes
+    mine.node = nodes[group.rank]
     with mine.timed("agree"):
         matching, tables = _agree(group, index, adapter, request)
         unfitting = _unfitting(index, tables)
         raise_problems(unfitting, strict=request.strict)
     with mine.timed("plan"):
-        reading = _plan(group, _Known(index, cost, matching, tables, nodes), request)
+        reading = _plan(group, _Known(opened, matching, tables), request)
     reports = _read(_Work(group, adapter, reading, index, nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
     unmatched = tuple(map(describe_rule, matching.unmatched))
@@ -191,15 +196,28 @@ def estimate_load(group: Group, adapter: Adapter, request: Request, sharing: Sha
     Raises:
         ShardferryError: On every rank, as `run_load` does before it reads.
     """
-    nodes = nodes_of(group.hosts, request.node_of_rank)
-    index, cost = share_opened(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
-    matching, tables = _agree(group, index, adapter, request)
-    raise_problems(_unfitting(index, tables), strict=request.strict)
-    known = _Known(index, cost, matching, tables, nodes)
-    if not may_share(nodes, cost, sharing):
+    opened = share_opened(group, _call("plan of a load", request))
+    matching, tables = _agree(group, opened.index, adapter, request)
+    raise_problems(_unfitting(opened.index, tables), strict=request.strict)
+    known = _Known(opened, matching, tables)
+    if not may_share(opened.origins.nodes, opened.cost, sharing):
         sharing = sharing._replace(read_once="never")
-    view = View(index, nodes, cost, sharing)
+    view = View(opened.index, opened.origins.nodes, opened.cost, sharing)
     return agree_on_estimate(group, view, lambda: _plan_own(group, known, request)).estimate
+
+
+def _call(what: str, request: Request) -> Call:
+    """Return what all ranks have to ask alike."""
+    options: dict[str, object] = {
+        "strict": request.strict,
+        "cast": request.rules.cast,
+        "ignore_mismatched_sizes": request.rules.skip_mismatched,
+        "conversions": conversions_key(request.rules.conversions),
+    }
+    if request.sharing is not None:
+        options["read_once"] = request.sharing.read_once
+        options["exchange_bytes (at most budget_bytes)"] = request.sharing.exchange_bytes
+    return Call(what, request.path, request.checkpoint_strict, request.variant, request.node_of_rank, options)
 
 
 def _agree(
@@ -232,7 +250,6 @@ def check_given_names(index: CheckpointIndex, targets: Sequence[Target], given: 
 
 
 def _check_agreement(group: Group, targets: Sequence[Target], tables: Sequence[Table]) -> None:
-    check_rules(tables)
     patterns = disputed(tables)
     if not patterns:
         return
@@ -256,20 +273,25 @@ def _plan(group: Group, known: _Known, request: Request) -> Reading:
         plans.append(_plan_own(group, known, request))
         return b""
 
-    if request.sharing is not None and may_share(known.nodes, known.cost, request.sharing):
-        view = View(known.index, known.nodes, known.cost, request.sharing)
+    opened, nodes = known.opened, known.opened.origins.nodes
+    if request.sharing is not None and may_share(nodes, opened.cost, request.sharing):
+        view = View(opened.index, nodes, opened.cost, request.sharing)
         return agree_on_reading(group, view, lambda: _plan_own(group, known, request))
-    if len(set(known.nodes)) == 1:
-        work()  # rank 0 has looked at the files; an error here still reaches all ranks, when they read
-    else:
+    if opened.origins.has_checker():
         together(group, "plan", work)
+    else:
+        work()  # rank 0 has looked at the files; an error here still reaches all ranks, when they read
     return read_alone(plans[0], request.sharing)
 
 
 def _plan_own(group: Group, known: _Known, request: Request) -> LoadPlan:
     """Return what this rank would read by itself, after a look at the files it would read it from."""
-    plan = plan_load(known.index, _wanted(known, group.rank), known.cost.seek_bytes)
-    _check_files(known, group.rank, request.path)
+    index, origins = known.opened.index, known.opened.origins
+    plan = plan_load(index, _wanted(known, group.rank), known.opened.cost.seek_bytes)
+    if origins.is_checker(group.rank):
+        used = names_in(index, (known.tables[peer].used for peer in origins.peers(group.rank)))
+        files = sorted({file for name in used for file in index.tensors[name].files})
+        check_files(origins, group.rank, request.path, index, files)
     return plan
 
 
@@ -282,22 +304,6 @@ def _wanted(known: _Known, rank: int) -> Iterator[Wanted]:
         region = region_of(layout, source.shape, rank)
         if region is not None:
             yield Wanted(target.name, source, region)
-
-
-def _check_files(known: _Known, rank: int, path: str) -> None:
-    """On the first rank of every node but rank 0's: the files its ranks will read are those rank 0 opened.
-
-    Of an object whose version rank 0 has told, every request asks for that version.
-    """
-    node = known.nodes[rank]
-    if node == known.nodes[0] or known.nodes.index(node) != rank:
-        return
-    used = (table.used for other, table in enumerate(known.tables) if known.nodes[other] == node)
-    names = names_in(known.index, used)
-    where = locate_again(path, known.index.root)
-    for file in sorted({file for name in names for file in _files_of(known.index.tensors[name])}):
-        if where.is_local or not known.index.files[file].version:
-            check_file(where.files, file, known.index.files[file])
 
 
 class _Work(NamedTuple):
@@ -394,7 +400,3 @@ class _Counter:
             self._mine.requests += requests
             if self._on_progress is not None:
                 self._on_progress(Progress(self._mine.rank, self._mine.bytes_wanted, self._total))
-
-
-def _files_of(info: TensorInfo) -> tuple[str, ...]:
-    return tuple(part.file for part in info.parts) or (info.file,)

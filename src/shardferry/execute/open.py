@@ -70,11 +70,10 @@ def survey_checkpoint(
         InvalidInputError: If `variant` is given for a single file.
     """
     where = locate(path, variant)
-    if where.entry is not None:
-        _check_there(where, where.entry)
-        if variant is not None:
-            file = f"{where.root}/{where.entry}"
-            raise InvalidInputError(f"variant={variant!r} chooses among the files of a folder, but {file} is a file")
+    check_there(where)
+    if where.entry is not None and variant is not None:
+        file = f"{where.root}/{where.entry}"
+        raise InvalidInputError(f"variant={variant!r} chooses among the files of a folder, but {file} is a file")
     index, problems = read_checkpoint(where.files, where.entry, variant)
     return index, tuple(problems)
 
@@ -93,11 +92,19 @@ def survey_surroundings(path: str | os.PathLike[str]) -> tuple[Problem, ...]:
         return ()  # who may not list the parent sees the checkpoint all the same; ValueError: a NUL in the path
 
 
-def _check_there(where: Location, entry: str) -> None:
+def check_there(where: Location) -> None:
+    """Check that the file a path names is there; a folder is taken to be.
+
+    Raises:
+        CheckpointNotFoundError: If it is not; says what an interrupted save has left in its place.
+        StorageError: If it cannot be looked at.
+    """
+    if where.entry is None:
+        return
     try:
-        where.files.size(entry)
+        where.files.size(where.entry)
     except CheckpointNotFoundError as error:
-        beside = survey_surroundings(f"{where.root}/{entry}")
+        beside = survey_surroundings(f"{where.root}/{where.entry}")
         if not beside:
             raise
         raise CheckpointNotFoundError(f"{error}; beside it, {beside[0].message}") from error

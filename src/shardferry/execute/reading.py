@@ -166,7 +166,6 @@ def agree_on_reading(group: Group, view: View, make_plan: Callable[[], LoadPlan]
         make_plan: Returns what this rank would read by itself; may raise.
 
     Raises:
-        InvalidInputError: If ranks were called with different options; names them.
         ShardingError: If ranks do not plan the same, which is a fault of ours; names them.
     """
     agreed = agree_on_estimate(group, view, make_plan)
@@ -194,9 +193,6 @@ def agree_on_estimate(group: Group, view: View, make_plan: Callable[[], LoadPlan
         group: The ranks.
         view: What all ranks see alike.
         make_plan: Returns what this rank would read by itself; may raise.
-
-    Raises:
-        InvalidInputError: If ranks were called with different options; names them.
     """
     index, nodes, cost, sharing = view.index, view.nodes, view.cost, view.sharing
     units = number_units(index)
@@ -206,11 +202,9 @@ def agree_on_estimate(group: Group, view: View, make_plan: Callable[[], LoadPlan
     def tell() -> bytes:
         plans.append(make_plan())
         wants.append(wants_of(plans[0], units))
-        return json.dumps([_options(sharing, nodes), wants_to_bytes(wants[0]).decode()]).encode()
+        return wants_to_bytes(wants[0])
 
-    told = [json.loads(data) for data in together(group, "plan", tell)]
-    _check_same_call([options for options, _ in told])
-    rows = [rows_from_bytes(want.encode()) for _, want in told]
+    rows = [rows_from_bytes(data) for data in together(group, "plan", tell)]
     sets = together(group, "share wants", lambda: sets_to_bytes(wants[0], rows, group.rank))
     demand = make_demand(rows, sets)
     shape = shape_demand(demand, units, index, world_size=len(nodes), seek_bytes=cost.seek_bytes)
@@ -241,21 +235,6 @@ def check_plans(told: Sequence[bytes]) -> bool:
                 'fault in it, and read_once="never" goes around it'
             )
     return any(size > 1 for _, size in groups)
-
-
-def _options(sharing: Sharing, nodes: Sequence[int]) -> list[object]:
-    return [sharing.read_once, sharing.exchange_bytes, _hash(json.dumps(list(nodes)).encode())]
-
-
-def _check_same_call(told: Sequence[list[object]]) -> None:
-    for rank, options in enumerate(told):
-        for name, mine, first in zip(("read_once", "exchange_bytes", "node_of_rank"), options, told[0], strict=True):
-            if mine != first:
-                values = "" if name == "node_of_rank" else f": {first!r} and {mine!r}"
-                raise InvalidInputError(
-                    f"ranks 0 and {rank} call this load with different {name}{values}. exchange_bytes counts no more "
-                    "than budget_bytes. Give every rank the same options"
-                )
 
 
 def _digests(plan: ReadOncePlan) -> bytes:

@@ -24,6 +24,7 @@ from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.execute.costs import target_cost
 from shardferry.execute.exchange import Exchange, execute_exchange
 from shardferry.execute.meter import Buffers, Meter
+from shardferry.execute.options import check_alike
 from shardferry.execute.publishing import Staging, stage
 from shardferry.execute.report import Progress, RankReport, SaveReport, rank_report_from_bytes
 from shardferry.execute.save import Source, WriteSettings, execute_writes
@@ -41,7 +42,7 @@ from shardferry.plan.catalogue import (
 )
 from shardferry.plan.costmodel import cost_model_from_json, cost_model_to_json
 from shardferry.plan.exchange import choose_exchange, plan_rounds
-from shardferry.plan.match import FLOATS
+from shardferry.plan.match import FLOATS, conversions_key
 from shardferry.plan.packing import PLAIN, CheckpointLayout, lay_out_checkpoint
 from shardferry.plan.save import plan_save
 from shardferry.plan.streams import plan_owners, plan_streams
@@ -80,8 +81,6 @@ ROUND_BYTES = 16 * MIB
 BUFFERS_PER_BOX = 8
 # Beyond this budget no box and no round grows, so ranks may have any.
 MOST_THAT_COUNTS_BYTES = BUFFERS_PER_BOX * max(BOX_BYTES, ROUND_BYTES)
-# Options whose values would fill pages of an error, or are told as a hash.
-LONG_OPTIONS = ("conversions", "files_like")
 DIGEST_BYTES = 8
 UPLOADED = "exchange: an object store takes a file as parts from one sender, so every file has a rank that sends it"
 
@@ -220,21 +219,22 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
 def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model:
     remote = is_remote(request.path)
     where = redact(request.path) if remote else os.path.abspath(local_path(request.path))  # noqa: PTH100 - links stay
-    said = json.dumps([where, _options(request)])
 
     def tell() -> bytes:
         inventory = inventory_to_bytes(adapter.targets, group.rank).decode()
         cost = None if group.rank or remote else cost_model_to_json(target_cost(where))
-        return json.dumps([said, sorted(request.given_names), inventory, cost]).encode()
+        return json.dumps([where, _options(request), sorted(request.given_names), inventory, cost]).encode()
 
-    told = [json.loads(data) for data in together(group, "compare models", tell)]
-    _check_same_call([said for said, *_ in told])
-    inventories = [inventory.encode() for _, _, inventory, _ in told]
-    cost = told[0][3] and cost_model_from_json(json.dumps(told[0][3]).encode(), "rank 0's cost model")
+    told = [json.loads(data) for data in together(group, "compare what to save", tell)]
+    _check_paths([path for path, *_ in told])
+    check_alike([options for _, options, *_ in told], "save")
+    inventories = [inventory.encode() for *_, inventory, _ in told]
+    *_, cost = told[0]
+    cost = cost and cost_model_from_json(json.dumps(cost).encode(), "rank 0's cost model")
     speaks = any(ranks[0] == group.rank for ranks in spokesmen(inventories).values())
     names = group.exchange("share names", names_to_bytes(adapter.targets) if speaks else b"")
     held = make_catalogue(inventories, names)
-    _check_given_names({name for _, given, *_ in told for name in given}, held)
+    _check_given_names({name for _, _, given, *_ in told for name in given}, held)
     catalogue, unmatched = unconvert(held, request.conversions) if request.conversions else (held, ())
     dtypes = {name: _written_dtype(held.dtype, request.dtype) for name, held in catalogue.items()}
     layout = lay_out_checkpoint(
@@ -257,7 +257,7 @@ def _options(request: SaveRequest) -> dict[str, object]:
         "dtype": request.dtype,
         "replicas": request.replicas,
         "metadata": dict(request.metadata),
-        "conversions": repr(request.conversions) if isinstance(request.conversions, tuple) else "auto",
+        "conversions": conversions_key(request.conversions),
         "files_like": like and blake2b(json.dumps(sorted(like.items())).encode()).hexdigest(),
         "hub_limits": request.hub_limits,
         "stem": request.naming.stem,
@@ -265,22 +265,14 @@ def _options(request: SaveRequest) -> dict[str, object]:
     }
 
 
-def _check_same_call(said: Sequence[str]) -> None:
-    for rank, other in enumerate(said):
-        if other == said[0]:
-            continue
-        (path, options), (other_path, other_options) = json.loads(said[0]), json.loads(other)
-        if path != other_path:
+def _check_paths(paths: Sequence[str]) -> None:
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
             message = (
-                f"ranks save to different places: rank 0 to {shown(path)}, rank {rank} to {shown(other_path)}. "
+                f"ranks save to different places: rank 0 to {shown(paths[0])}, rank {rank} to {shown(path)}. "
                 "Give every rank the same absolute path: a relative one begins at each rank's own working directory"
             )
             raise InvalidInputError(message)
-        name = next(name for name in options if options[name] != other_options[name])
-        values = "" if name in LONG_OPTIONS else f": {options[name]!r} and {other_options[name]!r}"
-        raise InvalidInputError(
-            f"ranks 0 and {rank} call this save with different {name}{values}. Give every rank the same options"
-        )
 
 
 def _check_given_names(given: Collection[str], catalogue: Mapping[str, Held]) -> None:

@@ -17,29 +17,36 @@ from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
-from shardferry.convert.ops import Stored
+from shardferry.convert.ops import Stored, leaves
 from shardferry.convert.table import to_model
 from shardferry.convert.tensor import stored_tensors
 from shardferry.errors import MismatchError
 from shardferry.execute.costs import storage_cost
 from shardferry.execute.job import check_given_names
-from shardferry.execute.opening import share_opened
-from shardferry.execute.topology import nodes_of
+from shardferry.execute.opening import Call, share_opened
+from shardferry.execute.origins import check_files
 from shardferry.execute.warm import look_at, page_cached_root, plan_node
 from shardferry.execute.warm_read import Watch, absent_bytes, read_shares
 from shardferry.execute.warm_report import Look, Tally, make_report
-from shardferry.format.checkpoint import check_file
 from shardferry.plan.catalogue import Held, inventory_to_bytes, make_catalogue, names_to_bytes, spokesmen
 from shardferry.plan.costmodel import CostModel
-from shardferry.plan.match import Match, Problems, Rules, match_targets, merge_problems, raise_problems
+from shardferry.plan.match import (
+    Match,
+    Problems,
+    Rules,
+    conversions_key,
+    match_targets,
+    merge_problems,
+    raise_problems,
+)
 from shardferry.plan.warm import node_wants, share_of
-from shardferry.storage.files import LocalFiles
 from shardferry.transport.together import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardferry.convert.ops import Expression
+    from shardferry.execute.origins import Origins
     from shardferry.execute.warm import WarmRequest
     from shardferry.execute.warm_report import NodePlan, WarmReport
     from shardferry.format.index import CheckpointIndex
@@ -77,6 +84,7 @@ class _Here(NamedTuple):
     """This rank's node."""
 
     checkpoint: CheckpointIndex
+    origins: Origins
     wanted: tuple[Wanted, ...]
     ranks: tuple[int, ...]
     cost: CostModel
@@ -97,13 +105,13 @@ def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: Job
         ShardferryError: On every rank, if any rank cannot do its part.
     """
     begin = perf_counter()
-    nodes = nodes_of(group.hosts, request.node_of_rank)
-    index, _ = share_opened(group, request.path, strict=request.checkpoint_strict, variant=request.variant)
+    opened = share_opened(group, _call(request))
+    nodes = opened.origins.nodes
     # A rank's own path: nodes may keep the checkpoint in different places.
-    index = replace(index, root=page_cached_root(request.path))
+    index = replace(opened.index, root=page_cached_root(request.path))
     job, sources, cost = _compare(group, index, targets, request)
     ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[group.rank])
-    here = _Here(index, tuple(node_wants(job, sources, ranks)), ranks, cost)
+    here = _Here(index, opened.origins, tuple(node_wants(job, sources, ranks)), ranks, cost)
     plan = _look(group, here, request)
     tallies = _read(group, here, plan, request)
     absent = _look_again(group, here, plan)
@@ -112,6 +120,12 @@ def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: Job
     if group.rank == 0:
         logger.info("warmed %s for ranks %s to %s: %s", request.path, ranks[0], ranks[-1], report.why)
     return report
+
+
+def _call(request: JobRequest) -> Call:
+    """Return what all ranks have to ask alike."""
+    options = {"when_short": request.warm.when_short, "conversions": conversions_key(request.rules.conversions)}
+    return Call("warm-up", request.path, request.checkpoint_strict, request.variant, request.node_of_rank, options)
 
 
 def _compare(
@@ -176,14 +190,13 @@ def _as_held(index: CheckpointIndex, match: Match, made: Mapping[str, Expression
 
 def _look(group: Group, here: _Here, request: JobRequest) -> NodePlan:
     def look() -> bytes:
+        if here.origins.is_checker(group.rank):
+            stored = {leaf.key for wanted in here.wanted for leaf in leaves(wanted.source)}
+            files = sorted({file for name in stored for file in here.checkpoint.tensors[name].files})
+            check_files(here.origins, group.rank, request.path, here.checkpoint, files)
         if group.rank != here.ranks[0]:
             return b""
-        seen = look_at(here.checkpoint, here.wanted, here.cost.seek_bytes, request.warm.when_short)
-        if here.ranks[0]:  # rank 0 has opened its files
-            files = LocalFiles(here.checkpoint.root)
-            for file in plan_node(here.checkpoint, here.wanted, seen).files:
-                check_file(files, file.file, here.checkpoint.files[file.file])
-        return json.dumps(seen).encode()
+        return json.dumps(look_at(here.checkpoint, here.wanted, here.cost.seek_bytes, request.warm.when_short)).encode()
 
     seen = together(group, "look at the page cache", look)[here.ranks[0]]
     return plan_node(here.checkpoint, here.wanted, Look(*json.loads(seen)))

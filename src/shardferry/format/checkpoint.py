@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     from shardferry.format.files import Files
 
+# Guesses: a page each, and as many of a file as cost nothing beside the reading of it.
+SAMPLE_BYTES, NUM_SAMPLES = 4096, 16
+
 
 def read_checkpoint(files: Files, entry: str | None, variant: str | None) -> tuple[CheckpointIndex, list[Problem]]:
     """Return the index of a checkpoint and everything that is wrong with it.
@@ -88,6 +91,27 @@ def check_file(files: Files, name: str, expected: FileInfo) -> None:
             f"{where} has another header here (sha256 {digest[:12]}...) than where the index was read"
             f" ({expected.header_sha256[:12]}...): it is another revision. Fetch the same revision on every node."
         )
+
+
+def sample_files(files: Files, index: CheckpointIndex, names: Collection[str]) -> dict[str, str]:
+    """Return by file a hash of some of its data, for files whose sizes and headers are those of the index.
+
+    It tells checkpoints with the same layout apart that differ in most of their values, as steps of a training do.
+
+    Raises:
+        CheckpointChangedError: If a file ends early.
+        StorageError: If one cannot be read.
+    """
+    with ThreadPoolExecutor(files.concurrency) as pool:
+        return dict(zip(names, pool.map(lambda name: _sample(files, name, index.files[name]), names), strict=True))
+
+
+def _sample(files: Files, name: str, info: FileInfo) -> str:
+    step = max(SAMPLE_BYTES, (info.size - info.header_bytes) // NUM_SAMPLES)
+    digest = hashlib.sha256()
+    for start in range(info.header_bytes, info.size, step):
+        digest.update(files.read(name, start, min(start + SAMPLE_BYTES, info.size)))
+    return digest.hexdigest()
 
 
 def _choose(entries: Sequence[str], entry: str | None, variant: str | None) -> FileSet:

@@ -55,6 +55,11 @@ class TensorInfo:
         """Bytes of the whole tensor, all parts together."""
         return tensor_bytes(self.dtype, self.shape)
 
+    @property
+    def files(self) -> frozenset[str]:
+        """Names of all files it lies in."""
+        return frozenset(part.file for part in self.parts) or frozenset((self.file,))
+
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:

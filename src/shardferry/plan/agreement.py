@@ -66,7 +66,6 @@ class Table:
         ignored: Bit set likewise: what its model does not load on purpose.
         hashes: What `name_hashes` says of all patterns, as text, if that is little enough to send along; else empty.
         problems: What does not fit on this rank.
-        rules: What tells its conversion rules from others.
     """
 
     rows: tuple[Row, ...]
@@ -74,7 +73,6 @@ class Table:
     ignored: str
     hashes: str
     problems: Problems
-    rules: str
 
 
 def make_table(index: CheckpointIndex, matching: Matching, rank: int, world_size: int) -> Table:
@@ -92,27 +90,19 @@ def make_table(index: CheckpointIndex, matching: Matching, rank: int, world_size
     hashes = ""
     if len(matching.matches) * world_size <= MAX_HASHES_ALONG:
         hashes = _text(name_hashes([target for target, _, _ in matching.matches], frozenset(groups)))
-    return Table(rows, used, ignored, hashes, matching.problems, matching.rules)
+    return Table(rows, used, ignored, hashes, matching.problems)
 
 
 def table_to_bytes(table: Table) -> bytes:
     """Return the table for other ranks to decode."""
-    told = [table.rows, table.used, table.ignored, table.hashes, asdict(table.problems), table.rules]
+    told = [table.rows, table.used, table.ignored, table.hashes, asdict(table.problems)]
     return json.dumps(told, separators=(",", ":")).encode()
 
 
 def table_from_bytes(data: bytes) -> Table:
     """Return the table that `table_to_bytes` encoded."""
-    rows, used, ignored, hashes, problems, rules = json.loads(data)
-    return Table(tuple(Row(*row) for row in rows), used, ignored, hashes, Problems(**problems), rules)
-
-
-def check_rules(tables: Sequence[Table]) -> None:
-    """Raise `ShardingError` unless all ranks convert by the same rules."""
-    other = next((rank for rank, table in enumerate(tables) if table.rules != tables[0].rules), None)
-    if other is not None:
-        message = f"ranks 0 and {other} load with different conversions=. Give every rank the same rules"
-        raise ShardingError(message)
+    rows, used, ignored, hashes, problems = json.loads(data)
+    return Table(tuple(Row(*row) for row in rows), used, ignored, hashes, Problems(**problems))
 
 
 def names_in(index: CheckpointIndex, packed: Iterable[str]) -> list[str]:

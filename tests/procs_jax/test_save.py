@@ -93,6 +93,9 @@ def content(folder: Path) -> dict[str, bytes]:
         (2, 4, (4, 2), [0, 1, 2, 3, 4, 5, 6, 7]),
         (2, 4, (2, 4), [0, 4, 1, 5, 2, 6, 3, 7]),
         (4, 2, (2, 4), [0, 2, 4, 6, 1, 3, 5, 7]),
+        # The devices of a process lie strewn over the mesh: three of a row and one below, or two on a diagonal.
+        (2, 4, (2, 4), [0, 1, 2, 4, 3, 5, 6, 7]),
+        (4, 2, (2, 4), [0, 2, 4, 6, 3, 1, 7, 5]),
         (1, 8, (4, 2), [0, 1, 2, 3, 4, 5, 6, 7]),
     ],
 )

@@ -40,6 +40,11 @@ class Template:
             return tuple(self._compiled.groupindex)
         return tuple(name for name, _ in _FIELD.findall(self.text))
 
+    @property
+    def is_name(self) -> bool:
+        """Whether it matches one name only: itself."""
+        return not self.fields and not self.text.startswith(_REGEX)
+
     @cached_property
     def literal(self) -> str:
         """The longest text every name has that matches; empty for a regular expression."""
@@ -49,6 +54,8 @@ class Template:
 
     def match(self, name: str) -> dict[str, str] | None:
         """Return the fields of a name; None if it does not match."""
+        if self.is_name:
+            return {} if name == self.text else None
         if self.literal not in name:
             return None
         found = self._compiled.fullmatch(name)

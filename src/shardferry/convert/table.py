@@ -214,7 +214,8 @@ def _groups(table: Mapping[str, Tensor], rule: Convert) -> list[_Group]:
     found: dict[tuple[tuple[str, str], ...], tuple[dict[int, str], ...]] = defaultdict(
         lambda: tuple({} for _ in templates)
     )
-    for name in table:
+    plain = all(template.is_name for template in templates)
+    for name in [name for name in dict.fromkeys(rule.sources) if name in table] if plain else table:
         for at, template in enumerate(templates):
             fields = template.match(name)
             if fields is not None:

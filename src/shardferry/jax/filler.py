@@ -118,7 +118,9 @@ class Filler:
         try:
             # Boxes on devices of this process alone make the whole array, which others may have of their own.
             if is_local(leaf.sharding):
-                return parts_to_save(leaf.sharding, leaf.shape)
+                parts = parts_to_save(leaf.sharding, leaf.shape)
+                assert parts is not None
+                return parts
             return parts_to_load(leaf.sharding, leaf.shape, BITS[leaf.dtype])
         except ShardingError as error:
             raise ShardingError(f"{leaf.name}: {error}") from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from shardferry.errors import ShardingError
-from shardferry.geometry.region import Interval, Region, box, make_region, overlap, whole
+from shardferry.geometry.region import Interval, Region, box, make_region, overlap
 from shardferry.geometry.sharding import Sharding as Layout
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.units import KIB
@@ -81,32 +81,46 @@ def parts_to_load(sharding: Sharding, shape: tuple[int, ...], bits: int) -> Part
     Raises:
         ShardingError: If the sharding does not fit the shape.
     """
-    by_process = tuple(tuple(_parts(boxes, shape, bits)) for boxes in _boxes(sharding, shape))
+    by_process = tuple(tuple(_parts(boxes, shape, bits)) for boxes in boxes_of(sharding, shape))
     return _numbered(shape, by_process)
 
 
 @lru_cache(maxsize=4096)
-def parts_to_save(sharding: Sharding, shape: tuple[int, ...]) -> Parts:
-    """Return the one part that every process has of an array; none where it has no part.
+def parts_to_save(sharding: Sharding, shape: tuple[int, ...]) -> Parts | None:
+    """Return the one part that every process has of an array; None if boxes of a process make no region together.
 
     Raises:
-        ShardingError: If the sharding does not fit the shape, or boxes of a process make no region together.
+        ShardingError: If the sharding does not fit the shape.
     """
     by_process: list[tuple[Part, ...]] = []
-    for process, boxes in enumerate(_boxes(sharding, shape)):
+    for boxes in boxes_of(sharding, shape):
         region = _union(boxes) if boxes else None
         if boxes and region is None:
-            raise ShardingError(
-                f"process {process} holds boxes that make no product of intervals, in shape {list(shape)} under "
-                f"{sharding}. Order the devices of the mesh so that a process has a block of them"
-            )
+            return None
         by_process.append(() if region is None else (Part(region, boxes),))
     return _numbered(shape, tuple(by_process))
 
 
-def whole_part(shape: tuple[int, ...], boxes: tuple[Box, ...] | None = None) -> Part:
-    """Return the part of a process that holds the whole array, in one box or in the given ones."""
-    return Part(whole(shape), boxes or (tuple((0, size) for size in shape),))
+def boxes_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], ...]:
+    """Return the distinct boxes of every process, ascending.
+
+    Raises:
+        ShardingError: If the sharding does not fit the shape.
+    """
+    try:
+        sharding.shard_shape(shape)  # devices_indices_map does not look whether dims divide
+        indices = sharding.devices_indices_map(shape)
+    except ValueError as error:
+        raise ShardingError(f"the sharding does not fit shape {list(shape)}: {error}") from error
+    boxes: list[set[Box]] = [set() for _ in range(jax.process_count())]
+    for device, index in indices.items():
+        boxes[int(device.process_index)].add(box_of(index, shape))  # type: ignore[attr-defined]  # jaxlib's class
+    return tuple(tuple(sorted(mine)) for mine in boxes)
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Return the box that slices cut out of an array of `shape`."""
+    return tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
 
 
 def is_local(sharding: Sharding) -> bool:
@@ -123,24 +137,6 @@ def _numbered(shape: tuple[int, ...], by_process: tuple[tuple[Part, ...], ...]) 
         for at in range(max(map(len, by_process)))
     )
     return Parts(by_process, tuple(layouts))
-
-
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], ...]:
-    """Return the distinct boxes of every process, ascending."""
-    try:
-        sharding.shard_shape(shape)  # devices_indices_map does not look whether dims divide
-        indices = sharding.devices_indices_map(shape)
-    except ValueError as error:
-        raise ShardingError(f"the sharding does not fit shape {list(shape)}: {error}") from error
-    boxes: list[set[Box]] = [set() for _ in range(jax.process_count())]
-    for device, index in indices.items():
-        boxes[int(device.process_index)].add(box_of(index, shape))  # type: ignore[attr-defined]  # jaxlib's class
-    return tuple(tuple(sorted(mine)) for mine in boxes)
-
-
-def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Return the box that slices cut out of an array of `shape`."""
-    return tuple(piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True))
 
 
 def _parts(boxes: Sequence[Box], shape: tuple[int, ...], bits: int) -> Iterable[Part]:

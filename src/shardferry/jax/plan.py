@@ -5,28 +5,25 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-import jax
-
-from shardferry.errors import ShardingError
 from shardferry.execute.job import estimate_load
 from shardferry.execute.options import check_options, one_of
 from shardferry.execute.warm import WarmRequest
 from shardferry.execute.warm_job import JobRequest, run_warm
 from shardferry.jax.group import open_group
+from shardferry.jax.holdings import cutting_rules, holdings
 from shardferry.jax.leaves import take_apart
 from shardferry.jax.load import DEFAULT_TIMEOUT_S, LoadOptions, prepare, stacking_rules
-from shardferry.jax.parts import is_local, parts_to_save
+from shardferry.jax.parts import is_local
 from shardferry.plan.match import Rules
-from shardferry.plan.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from shardferry.convert.rules import Rule
     from shardferry.execute.report import Progress
     from shardferry.execute.warm import WhenShort
     from shardferry.execute.warm_report import WarmReport
-    from shardferry.jax.leaves import Leaf, Names, PyTree
+    from shardferry.jax.leaves import Names, PyTree
     from shardferry.plan.costmodel import CostModel
     from shardferry.plan.estimate import Estimate
 
@@ -108,6 +105,7 @@ def warm(
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
         check_options(options, WarmOptions.__optional_keys__, "warming")
         leaves = take_apart(target, names).leaves
+        held = [of.target for leaf in leaves for of in holdings(leaf, is_plain=is_local(leaf.sharding))]
         request = JobRequest(
             path=os.fspath(path),
             checkpoint_strict=options.get("checkpoint_strict", True),
@@ -116,7 +114,7 @@ def warm(
                 sources={},
                 cast="integers",
                 ignorable=lambda _: False,
-                conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
+                conversions=(*options.get("conversions", ()), *stacking_rules(leaves), *cutting_rules(leaves)),
             ),
             given_names=(),
             node_of_rank=options.get("node_of_rank"),
@@ -126,15 +124,4 @@ def warm(
                 on_progress=options.get("on_progress"),
             ),
         )
-        return run_warm(group, lambda: list(_targets(leaves)), request)
-
-
-def _targets(leaves: Iterable[Leaf]) -> Iterator[Target]:
-    for leaf in leaves:
-        try:
-            parts = parts_to_save(leaf.sharding, leaf.shape)
-        except ShardingError as error:
-            raise ShardingError(f"{leaf.name}: {error}") from error
-        for part in parts.by_process[jax.process_index()]:
-            layouts = () if is_local(leaf.sharding) else parts.layouts
-            yield Target((leaf.name,), leaf.dtype, leaf.shape, part.region.shape, layouts)
+        return run_warm(group, lambda: held, request)

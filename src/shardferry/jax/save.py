@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, Unpack
 import jax
 import numpy as np
 
-from shardferry.errors import CheckpointWarning, InvalidInputError, ShardingError
+from shardferry.errors import CheckpointWarning, InvalidInputError
 from shardferry.execute.meter import check_budget
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.options import check_options, one_of
@@ -17,14 +17,14 @@ from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.problem import listed
 from shardferry.jax.dtypes import dtype_name
 from shardferry.jax.group import open_group
+from shardferry.jax.holdings import cutting_rules, holdings
 from shardferry.jax.leaves import take_apart
 from shardferry.jax.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S, stacking_rules
 from shardferry.jax.mover import open_mover
-from shardferry.jax.parts import box_of, is_local, parts_to_save
+from shardferry.jax.parts import box_of, is_local
 from shardferry.jax.sources import ArraySource, Held
 from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import parse_size
-from shardferry.plan.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardferry.execute.report import Progress, SaveReport
     from shardferry.jax.leaves import Leaf, Names, PyTree, Tree
     from shardferry.jax.parts import Box, Part
+    from shardferry.plan.target import Target
     from shardferry.storage.base import Bytes
     from shardferry.transport.bulk import Mover
 
@@ -114,8 +115,8 @@ def save(
     with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
         check_options(options, SaveOptions.__optional_keys__, "a save")
         taken = take_apart(tree, names)
-        request = _request(path, taken.leaves, max_shard_size, on_existing, options)
-        report = run_save(group, _Saver(taken), request)
+        saver = _Saver(taken)
+        report = run_save(group, saver, _request(path, taken.leaves, max_shard_size, on_existing, options))
         for text in report.warnings if group.rank == 0 else ():
             warnings.warn(text, CheckpointWarning, stacklevel=2)
     return report
@@ -156,15 +157,10 @@ class _Saver:
         """Write nothing: a tree of arrays has no configuration."""
 
     def _offer(self, leaf: Leaf, value: jax.Array | np.ndarray) -> None:
-        try:
-            parts = parts_to_save(leaf.sharding, leaf.shape)
-        except ShardingError as error:
-            raise ShardingError(f"{leaf.name}: {error}") from error
-        plain = isinstance(value, np.ndarray) or is_local(leaf.sharding)
-        for part in parts.by_process[jax.process_index()]:
-            self._saved[leaf.name] = _Saved(leaf, value, part)
-            layouts = () if plain else parts.layouts
-            self.targets.append(Target((leaf.name,), leaf.dtype, leaf.shape, part.region.shape, layouts))
+        is_plain = isinstance(value, np.ndarray) or is_local(leaf.sharding)
+        for target, part in holdings(leaf, is_plain=is_plain):
+            self._saved[target.name] = _Saved(leaf, value, part)
+            self.targets.append(target)
 
 
 def _check_values(tree: Tree) -> None:
@@ -208,7 +204,7 @@ def _request(
         dtype=None if dtype is None else _float_name(dtype),
         replicas=one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
         given_names=(),
-        conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
+        conversions=(*options.get("conversions", ()), *stacking_rules(leaves), *cutting_rules(leaves)),
         metadata={"format": "pt", **options.get("metadata", {})},
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),

@@ -1,4 +1,7 @@
-"""What reading once fetches from a file server, counted there: two nodes see it through mounts that share no cache."""
+"""What reading once fetches, counted by the server.
+
+Two nodes see a file server through mounts that share no cache, or ask a web server.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
+from tests.tools.servers import proxy
+from tests.tools.slow_http import slow_web
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import shardferry.torch as sf
 from shardferry.errors import RankFailedError, StorageError
-from shardferry.execute.costs import mount_below, remember
+from shardferry.execute.costs import mount_of_location, remember
 from shardferry.plan.costmodel import PRESETS, CostModel
+from shardferry.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,9 +33,11 @@ if TYPE_CHECKING:
 
     from tests.tools.mounts import MakeMounts, SlowMounts
 
+    from shardferry.torch.shardings import GivenSharding
+
     from .pool import RankPool
 
-Layout = Literal["copies", "columns", "small"]
+Layout = Literal["copies", "columns", "halves", "small"]
 
 NODES = (0, 0, 1, 1)
 FILE = "model.safetensors"
@@ -47,8 +55,20 @@ def stored(layout: Layout) -> dict[str, np.ndarray]:
 
 def wanted(layout: Layout, rank: int) -> dict[str, np.ndarray]:
     """Return what a rank must get."""
-    tensors = stored(layout)
-    return {"weight": np.array_split(NUMBERS, 4, axis=1)[rank]} if layout == "columns" else tensors
+    if layout == "columns":
+        return {"weight": np.array_split(NUMBERS, 4, axis=1)[rank]}
+    if layout == "halves":
+        return {"weight": np.array_split(NUMBERS, 2, axis=1)[rank % 2]}
+    return stored(layout)
+
+
+def shardings_of(layout: Layout) -> dict[str, GivenSharding]:
+    """Return how tensors are cut: over all ranks, or over those of each node."""
+    if layout == "columns":
+        return {"weight": (init_device_mesh("cpu", (4,)), (Shard(1),))}
+    if layout == "halves":
+        return {"weight": (init_device_mesh("cpu", (2, 2)), (Replicate(), Shard(1)))}
+    return {}
 
 
 @pytest.fixture
@@ -60,12 +80,12 @@ def mounts(make_mounts: MakeMounts, tmp_path: Path, request: pytest.FixtureReque
 
 
 @contextmanager
-def measured(cache: Path, path: Path, model: CostModel) -> Iterator[None]:
-    """Let this rank have a probed cost model of the mount."""
+def measured(cache: Path, path: Path | str, model: CostModel) -> Iterator[None]:
+    """Let this rank have a probed cost model of what the path or URL is on."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(cache)
     try:
-        remember(mount_below(path), model)
+        remember(mount_of_location(locate(path)), model)
         yield
     finally:
         del os.environ["XDG_CACHE_HOME"]
@@ -79,8 +99,7 @@ def fetch(
     rank = dist.get_rank()
     expected = wanted(layout, rank)
     state = {name: torch.zeros(part.shape, dtype=torch.int16) for name, part in expected.items()}
-    mesh = init_device_mesh("cpu", (4,))
-    shardings = {"weight": (mesh, (Shard(1),))} if layout == "columns" else {}
+    shardings = shardings_of(layout)
     if rank == 0:
         for node in range(2):
             mounts.drop(FILE, node)
@@ -147,6 +166,32 @@ def test_with_page_caches_reading_alone_asks_once_per_node_and_reading_once_for_
     for _, fetched, right in ranks(4).run(fetch, mounts, layout, "always", tmp_path):
         assert right
         assert size <= sum(fetched) <= 1.02 * size + 2 * ahead
+
+
+def load_from_web(url: str, layout: Layout, caches: Path) -> tuple[str, int, int, bool]:
+    """Load by default; return the strategy, bytes read and requests as reported, and whether all arrived."""
+    rank = dist.get_rank()
+    expected = wanted(layout, rank)
+    state = {name: torch.zeros(part.shape, dtype=torch.int16) for name, part in expected.items()}
+    with measured(caches / str(rank), url, replace(PRESETS["object_store"], node_bandwidth=1e8)):
+        report = sf.load_state_dict(state, url, node_of_rank=NODES, shardings=shardings_of(layout))
+    right = all(np.array_equal(tensor.numpy(), expected[name]) for name, tensor in state.items())
+    return report.strategy, report.total.bytes_read, report.total.requests, right
+
+
+@pytest.mark.parametrize("layout", ["copies", "halves"])
+def test_a_web_server_is_asked_for_each_byte_once(ranks: RankPool, tmp_path: Path, layout: Layout) -> None:
+    save_file(stored(layout), tmp_path / FILE)
+    with slow_web(tmp_path, latency_ms=0, rate_mb=10_000) as upstream, proxy(upstream) as server:
+        told = ranks(4).run(load_from_web, f"{server.url}/{FILE}", layout, tmp_path)
+    size = (tmp_path / FILE).stat().st_size
+    assert size <= server.sent <= 1.02 * size
+    for strategy, num_bytes, requests, right in told:
+        assert right
+        assert strategy.startswith("read-once per job")
+        opening = len(server.log) - requests  # of the header, by rank 0
+        assert opening in {1, 2}
+        assert server.sent - num_bytes <= size - NUMBERS.nbytes + (128 << 10)
 
 
 def load_halves_of_rows(path: Path, caches: Path, seek_bytes: tuple[int, int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
@@ -80,10 +80,15 @@ def test_what_was_saved_can_be_loaded(bucket: Bucket) -> None:
     assert_equal(empty, tensors())
 
 
-def test_parts_under_way_stay_within_the_budget(bucket: Bucket) -> None:
-    big = {"w": torch.zeros(100 * MIB, dtype=torch.uint8)}
+@pytest.mark.parametrize("on_existing", ["refuse", "replace"])
+def test_parts_under_way_stay_within_the_budget(bucket: Bucket, on_existing: Literal["refuse", "replace"]) -> None:
+    big = {name: torch.full((50 * MIB,), at, dtype=torch.uint8) for at, name in enumerate("vw")}
+    if on_existing == "replace":
+        bucket.put("ckpt/model-00001-of-00002.safetensors", b"old")
 
-    report = sf.save_state_dict(big, f"s3://{bucket.name}/ckpt", budget_bytes=64 * MIB)
+    report = sf.save_state_dict(
+        big, f"s3://{bucket.name}/ckpt", max_shard_size="60MB", budget_bytes=64 * MIB, on_existing=on_existing
+    )
 
     assert 8 * MIB < report.total.peak_extra_bytes <= 64 * MIB
     assert_equal(loaded(bucket), big)
@@ -150,6 +155,22 @@ def test_a_failed_save_leaves_no_upload_and_the_old_checkpoint(
 
     assert stored(bucket) == before
     assert not bucket.uploads()
+
+
+@pytest.mark.parametrize("spared", range(4))
+def test_old_files_are_not_touched_before_every_part_has_arrived(bucket: Bucket, faulty: Proxy, spared: int) -> None:
+    url = f"s3://{bucket.name}/ckpt"
+    sf.save_state_dict(tensors(1), url, max_shard_size="8MB")
+    faulty.reset()
+    faulty.fault = Fault("status", first=spared, match="PUT .*partNumber", code=403)
+
+    with pytest.raises(StorageError, match=r"model-0000\d-of-00004.safetensors: access was denied"):
+        sf.save_state_dict(tensors(2), url, max_shard_size="8MB", on_existing="replace")
+
+    changes = [line for line in faulty.log if line.startswith(("PUT", "POST", "DELETE"))]
+    assert all("?uploads=" in line or "uploadId=" in line for line in changes), changes
+    assert not any(line.startswith("POST") and "uploadId=" in line for line in changes)
+    assert_equal(loaded(bucket), tensors(1))
 
 
 def test_a_save_that_fails_between_completions_leaves_nothing_new(bucket: Bucket, faulty: Proxy) -> None:

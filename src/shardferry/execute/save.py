@@ -89,5 +89,15 @@ def _put(file: Writable, write: Write, data: Bytes, settings: WriteSettings) -> 
     for offset in outer_offsets(collapsed, keep=2):
         for start, stop in collapsed.dims[-2]:
             rows = Rows(write.start + offset + start * row_bytes, row_bytes, columns)
-            file.write_rows(table[done : done + stop - start], rows, settings.on_bytes)
+            _put_rows(file, rows, table[done : done + stop - start], settings)
             done += stop - start
+
+
+def _put_rows(file: Writable, rows: Rows, data: Bytes, settings: WriteSettings) -> None:
+    """Write `data`, of shape (number of rows, bytes of the columns), into the columns of consecutive rows."""
+    for row in range(len(data)):
+        at = 0
+        for start, stop in rows.columns:
+            first = rows.start + row * rows.row_bytes + start
+            file.write(data[row, at : at + stop - start], first, settings.on_bytes)
+            at += stop - start

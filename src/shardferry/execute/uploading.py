@@ -22,7 +22,7 @@ from shardferry.execute.publishing import STOPPED_WITHIN_S, TOKEN_BYTES
 from shardferry.format.savenames import marker_bytes
 from shardferry.plan.publish import check_existing
 from shardferry.storage.objecttarget import ObjectState, ObjectTarget, check_marker
-from shardferry.storage.upload import MAX_PARALLEL, Upload, part_bytes_of
+from shardferry.storage.upload import Room, Upload
 from shardferry.transport.together import together
 
 if TYPE_CHECKING:
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
     from shardferry.format.writer import FileLayout
     from shardferry.plan.packing import CheckpointLayout
     from shardferry.plan.publish import OnExisting
-    from shardferry.storage.base import Bytes, Rows
+    from shardferry.storage.base import Bytes
     from shardferry.transport.base import Group
 
 logger = logging.getLogger(__name__)
 
-# Of the budget, what parts under way may take; the rest is for the exchange.
+# Of the budget, what the parts of uploads may take; the rest is for the exchange.
 PARTS_SHARE = 2
-# Parts that are held but not under way: one that is filled, one that waits, one that is about to go.
-PARTS_BESIDE = 3
 
 
 class _Begun(NamedTuple):
@@ -56,14 +54,20 @@ class Uploads:
     """The files this rank owns, each sent as it is written, from its first byte to its last."""
 
     def __init__(
-        self, target: ObjectTarget, files: Mapping[str, FileLayout], meter: Meter, check: Callable[[], None]
+        self,
+        target: ObjectTarget,
+        files: Mapping[str, FileLayout],
+        meter: Meter,
+        check: Callable[[], None],
+        *,
+        are_confirmed: bool,
     ) -> None:
         """Send the files of this rank; `check` is called while waiting."""
         self._target = target
         self._files = files
-        self._check = check
-        self._count = meter.add
-        self._room = meter.budget_bytes // PARTS_SHARE
+        self._check_others = check
+        self._are_confirmed = are_confirmed
+        self._room = Room(meter.budget_bytes // PARTS_SHARE, meter.add)
         self.begun: dict[str, Upload] = {}
 
     def get(self, name: str) -> _StreamedFile:
@@ -75,8 +79,8 @@ class Uploads:
                 name,
                 f"{self._target.root}/{name}",
                 size=file.size,
-                parallel=max(1, min(MAX_PARALLEL, self._room // part_bytes_of(file.size) - PARTS_BESIDE)),
-                count=self._count,
+                room=self._room,
+                is_confirmed=self._are_confirmed,
             )
             self.begun[name].write(np.frombuffer(file.header, np.uint8), self._check)
         return _StreamedFile(self.begun[name], self._check)
@@ -91,6 +95,11 @@ class Uploads:
             self.get(name)
         for upload in self.begun.values():
             upload.settle(self._check)
+
+    def _check(self) -> None:
+        self._check_others()
+        for upload in self.begun.values():
+            upload.raise_if_failed()
 
     def __enter__(self) -> Self:
         """Return the files."""
@@ -112,10 +121,6 @@ class _StreamedFile:
         assert start == self._upload.position, f"byte {start} of {self._upload.where} after {self._upload.position}"
         self._upload.write(data, self._check)
         on_write(len(data), 1)
-
-    def write_rows(self, data: Bytes, rows: Rows, on_write: Callable[[int, int], None]) -> None:
-        """Never called: everything arrives in whole runs."""
-        raise NotImplementedError((data, rows, on_write))
 
 
 class Uploading:
@@ -165,7 +170,9 @@ class Uploading:
 
     def open_files(self, meter: Meter) -> Uploads:
         """Return what this rank writes its files through."""
-        self._uploads = Uploads(self._target, self._mine, meter, self._group.check)
+        # A refusal that came to light only when other files are completed would have cost the old files of their names.
+        replaces_some = len(self._layout.files) > 1 and any(file.name in self._etags for file in self._layout.files)
+        self._uploads = Uploads(self._target, self._mine, meter, self._group.check, are_confirmed=replaces_some)
         return self._uploads
 
     @contextmanager

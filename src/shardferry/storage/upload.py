@@ -2,6 +2,11 @@
 
 A thread feeds obstore's multipart upload from a queue. obstore sends a part from the very memory it is given, so each
 part has memory of its own, which is free again when the part has arrived. Giving up aborts the upload: no parts stay.
+
+obstore looks at how its requests went only before it begins the next one while as many are under way as it may have,
+and when the upload is completed. So an upload is sent in one of two ways. *Sliding*: a part goes as soon as another has
+arrived, and a refusal may come to light only at the end. *Confirmed*: several parts go together, the next ones when all
+of these have arrived, and nothing is left to come to light when everything is sent.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from queue import Full, Queue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +41,8 @@ MAX_PARALLEL = 12
 POLL_S = 0.05
 # An upload that could not be begun is begun again, which obstore does not do if the answer broke off.
 BEGINNINGS, PAUSE_S = 4, 0.5
+# Taken by obstore as a part of no bytes: before it does, it waits for what it must have room for.
+NOTHING = np.empty(0, np.uint8)
 
 
 class _AbandonedError(Exception):
@@ -54,12 +61,43 @@ def part_bytes_of(size: int) -> int:
     return max(1, size // max(1, min(size // PART_BYTES, MAX_PARTS - 1)))
 
 
+class Room:
+    """Memory for the parts of all uploads of a rank: those that are filled, wait, and are under way."""
+
+    def __init__(self, num_bytes: int, count: Callable[[int], None]) -> None:
+        """Give out `num_bytes` at a time; `count` is called with bytes taken, negative when they are free again."""
+        self.num_bytes = num_bytes
+        self._count = count
+        self._held = 0
+        self._changed = threading.Condition()  # its lock may be taken again: memory can be freed at any moment
+
+    def take(self, num_bytes: int, check: Callable[[], None]) -> Bytes:
+        """Return memory as soon as there is room for it, or nothing else is held; dropping it frees it.
+
+        Args:
+            num_bytes: How much.
+            check: Called while waiting; may raise to stop.
+        """
+        with self._changed:
+            while self._held and self._held + num_bytes > self.num_bytes:
+                self._changed.wait(POLL_S)
+                check()
+            self._add(num_bytes)
+        memory = np.empty(num_bytes, np.uint8)
+        weakref.finalize(memory, self._add, -num_bytes).atexit = False
+        return memory
+
+    def _add(self, num_bytes: int) -> None:
+        with self._changed:
+            self._held += num_bytes
+            self._changed.notify_all()
+        self._count(num_bytes)
+
+
 class Upload:
     """An object on its way."""
 
-    def __init__(
-        self, client: Client, name: str, where: str, *, size: int, parallel: int, count: Callable[[int], None]
-    ) -> None:
+    def __init__(self, client: Client, name: str, where: str, *, size: int, room: Room, is_confirmed: bool) -> None:
         """Begin to send.
 
         Args:
@@ -67,19 +105,24 @@ class Upload:
             name: Of the object, relative to that.
             where: Its URL, as errors name it.
             size: Bytes it will have.
-            parallel: Parts under way at the same time.
-            count: Called with the bytes of memory taken, negative when they are free again.
+            room: Where the memory of parts comes from.
+            is_confirmed: Whether it must be known that parts have arrived before the object is completed.
         """
         self.where = where
         self.size = size
-        self._client, self._name, self._parallel, self._count = client, name, parallel, count
+        self._client, self._name, self._room = client, name, room
         self._part_bytes = part_bytes_of(size)
-        self._queue: Queue[Bytes | Exception | None] = Queue(maxsize=1)
-        self._part: Bytes | None = None
-        self._filled = self._written = self._held = 0
-        self._lock = threading.Lock()
+        # Confirmed parts fill half of the room, while the next ones are made in the other half.
+        together = max(1, min(MAX_PARALLEL, room.num_bytes // 2 // self._part_bytes)) if is_confirmed else 1
+        self._buffer_bytes = together * self._part_bytes
+        self._parallel = 1 if is_confirmed else MAX_PARALLEL
+        self._queue: SimpleQueue[Bytes | None] = SimpleQueue()
+        self._buffer: Bytes | None = None
+        self._sent: list[weakref.ref[Bytes]] = []
+        self._filled = self._written = 0
         self._error: Exception | None = None
-        self._has_begun = False
+        self._has_begun = self._is_abandoned = False
+        self._all_taken = threading.Event()
         self._thread = threading.Thread(target=self._send, name=f"upload {name}", daemon=True)
         self._thread.start()
 
@@ -89,40 +132,51 @@ class Upload:
         return self._written
 
     def write(self, data: Bytes, check: Callable[[], None]) -> None:
-        """Append contiguous bytes; returns when they are copied, waits while too many parts are under way.
+        """Append contiguous bytes; returns when they are copied, waits while there is no room.
 
         Args:
             data: What comes next.
-            check: Called while waiting; may raise to stop.
+            check: Called while waiting; raises if this or another upload has failed.
 
         Raises:
             StorageError: If the store has refused a part.
         """
         while len(data):
-            if self._part is None:
-                self._part = self._new_part()
-            count = min(len(data), len(self._part) - self._filled)
-            self._part[self._filled : self._filled + count] = data[:count]
+            if self._buffer is None:
+                self._buffer = self._new_buffer(check)
+            count = min(len(data), len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + count] = data[:count]
             self._filled += count
             self._written += count
             data = data[count:]
-            if self._filled == len(self._part):
-                self._hand_over(check)
+            if self._filled == len(self._buffer):
+                self._hand_over()
 
     def settle(self, check: Callable[[], None]) -> None:
         """Wait until everything has been sent that can be sent before the object is completed.
 
+        If the upload is confirmed it has arrived too.
+
+        Args:
+            check: Called while waiting; raises if this or another upload has failed.
+        """
+        assert self._written == self.size, f"{self._written} of {self.size} bytes of {self.where}"
+        self._queue.put(NOTHING)
+        while not self._all_taken.is_set() or any(memory() is not None for memory in self._sent):
+            self._thread.join(POLL_S)
+            check()
+
+    def raise_if_failed(self) -> None:
+        """Raise if it has ended, which it must not before it is completed or aborted.
+
         Raises:
             StorageError: If the store has refused a part.
         """
-        assert self._written == self.size, f"{self._written} of {self.size} bytes of {self.where}"
-        if self._filled:
-            self._hand_over(check)
-        tail = self._written % self._part_bytes
-        while self._held > tail:
-            self._thread.join(POLL_S)
-            self._raise_if_failed()
-            check()
+        if self._thread.is_alive():
+            return
+        if self._error is not None:
+            raise translate(self._error, self.where) from None
+        raise StorageError(f"{self.where}: the upload ended early")
 
     def complete(self) -> None:
         """Make the object visible.
@@ -130,53 +184,34 @@ class Upload:
         Raises:
             StorageError: If the store does not confirm it.
         """
-        self._end(None)
+        self._end()
         if self._error is not None:
             raise translate(self._error, self.where) from None
 
     def abort(self) -> None:
         """Give up: the parts that have been sent are removed."""
-        self._end(_AbandonedError())
+        self._is_abandoned = True
+        self._end()
 
-    def _new_part(self) -> Bytes:
-        left = self.size - self._written
-        part = np.empty(min(self._part_bytes, left), np.uint8)
-        self._take(part.nbytes)
-        weakref.finalize(part, self._take, -part.nbytes).atexit = False
-        return part
+    def _new_buffer(self, check: Callable[[], None]) -> Bytes:
+        whole_parts = (self.size - self._written) // self._part_bytes * self._part_bytes
+        if not whole_parts:  # fewer than MAX_PARTS bytes, held until the object is completed: no room may wait for them
+            return np.empty(self.size - self._written, np.uint8)
+        buffer = self._room.take(min(self._buffer_bytes, whole_parts), check)
+        self._sent = [memory for memory in self._sent if memory() is not None]
+        self._sent.append(weakref.ref(buffer))
+        return buffer
 
-    def _take(self, num_bytes: int) -> None:
-        with self._lock:
-            self._held += num_bytes
-        self._count(num_bytes)
+    def _hand_over(self) -> None:
+        assert self._buffer is not None
+        self.raise_if_failed()
+        self._queue.put(self._buffer)
+        self._buffer, self._filled = None, 0
 
-    def _hand_over(self, check: Callable[[], None]) -> None:
-        part, self._part, self._filled = self._part, None, 0
-        while True:
-            self._raise_if_failed()
-            try:
-                self._queue.put(part, timeout=POLL_S)
-            except Full:
-                check()
-            else:
-                return
-
-    def _raise_if_failed(self) -> None:
-        if self._thread.is_alive():
-            return
-        if self._error is not None:
-            raise translate(self._error, self.where) from None
-        raise StorageError(f"{self.where}: the upload ended early")
-
-    def _end(self, last: Exception | None) -> None:
-        while self._thread.is_alive():
-            try:
-                self._queue.put(last, timeout=POLL_S)
-            except Full:
-                continue
-            break
+    def _end(self) -> None:
+        self._queue.put(None)
         self._thread.join()
-        self._part = None
+        self._buffer = None
 
     def _send(self) -> None:
         from obstore import put  # noqa: PLC0415 - an extra
@@ -204,11 +239,13 @@ class Upload:
 
     def _parts(self) -> Iterator[Bytes]:
         while True:
-            part = self._queue.get()
+            parts = self._queue.get()
             self._has_begun = True
-            if part is None:
+            if self._is_abandoned:
+                raise _AbandonedError
+            if parts is None:
                 return
-            if isinstance(part, Exception):
-                raise part
-            yield part
-            del part  # else the last part sent would be held until the next one comes
+            yield parts
+            if parts is NOTHING:
+                self._all_taken.set()
+            del parts  # else the last ones sent would be held until the next ones come

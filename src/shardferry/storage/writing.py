@@ -12,7 +12,7 @@ from shardferry.errors import StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardferry.storage.base import Bytes, Rows
+    from shardferry.storage.base import Bytes
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -71,10 +71,6 @@ class Writable(Protocol):
         """Write contiguous `data` at offset `start`."""
         ...
 
-    def write_rows(self, data: Bytes, rows: Rows, on_write: Callable[[int, int], None]) -> None:
-        """Write `data`, of shape (number of rows, bytes of the columns), into the columns of consecutive rows."""
-        ...
-
 
 class WritableFiles(Protocol):
     """The files of a save."""
@@ -120,14 +116,6 @@ class WritableFile:
         if first < last and hasattr(_libc, "sync_file_range"):  # not in musl; a failure shows in the sync
             size = ctypes.c_int64(last - first)
             _libc.sync_file_range(self._descriptor, ctypes.c_int64(first), size, _SYNC_FILE_RANGE_WRITE)
-
-    def write_rows(self, data: Bytes, rows: Rows, on_write: Callable[[int, int], None]) -> None:
-        """Write `data`, of shape (number of rows, bytes of the columns), into the columns of consecutive rows."""
-        for row in range(len(data)):
-            at = 0
-            for start, stop in rows.columns:
-                self.write(data[row, at : at + stop - start], rows.start + row * rows.row_bytes + start, on_write)
-                at += stop - start
 
     def sync(self) -> None:
         """Wait until everything written through this descriptor is on the disk.

@@ -10,6 +10,7 @@ right, and only there many pieces.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 NOWHERE = -1
+# What is worked out once for all layers and experts that are alike.
+CACHED = 4096
 
 
 class Piece(NamedTuple):
@@ -69,6 +72,7 @@ class Digit(NamedTuple):
 
 Dim = tuple[Digit, ...]
 _Moves = tuple[tuple[int, int], ...]
+_Options = tuple[tuple[Dim, _Moves], ...]
 _ONE = Digit(1, ((0, 1),), NOWHERE, 0)
 
 
@@ -129,9 +133,9 @@ def _pull(expression: Expression, frame: Frame) -> Iterator[tuple[Stored | Zeros
 
 def _pull_tiles(expression: Tiled, frame: Frame) -> Iterator[tuple[Stored | Zeros | Computed, Frame]]:
     for offsets, part in expression.tiles:
-        options: list[list[tuple[Dim, _Moves]]] = []
+        options: list[_Options] = []
         for dim, start, size, full in zip(frame.dims, offsets, part.shape, expression.shape, strict=True):
-            options.append([(dim, ())] if size == full else _cut(dim, start, start + size))
+            options.append(((dim, ()),) if size == full else _cut(dim, start, start + size))
             if not options[-1]:
                 break
         else:
@@ -154,35 +158,43 @@ def _moved(starts: tuple[int, ...], moves: _Moves) -> tuple[int, ...]:
     return tuple(moved)
 
 
-def _cut(dim: Dim, start: int, stop: int) -> list[tuple[Dim, _Moves]]:
+def _cut(dim: Dim, start: int, stop: int) -> _Options:
     """Return what is wanted of indices [start, stop) of a dim, counted from `start`."""
     if start == stop:
-        return []
+        return ()
     unit = _size(dim[1:])
-    if not dim or (len(dim) > 1 and (start % unit or stop % unit)):
-        return [option for digit, moves in _simple(dim) for option in _add(moves, _cut((digit,), start, stop))]
+    if dim and (len(dim) == 1 or not (start % unit or stop % unit)):
+        return _cut_leading(dim, start // unit, stop // unit)
+    simple = _simple(dim)
+    return tuple(option for digit, moves in simple for option in _add(moves, _cut((digit,), start, stop)))
+
+
+@lru_cache(maxsize=CACHED)
+def _cut_leading(dim: Dim, start: int, stop: int) -> _Options:
+    """Return what is wanted of the values [start, stop) of the leading digit, counted from `start`."""
     digit, *rest = dim
-    inside, (first, last) = overlap(digit.held, start // unit, stop // unit)
+    inside, (first, last) = overlap(digit.held, start, stop)
     if first == last:
-        return []
-    cut = digit._replace(size=(stop - start) // unit, held=shift(inside, -(start // unit)))
-    return [((cut, *rest), _move(digit, first))]
+        return ()
+    cut = digit._replace(size=stop - start, held=shift(inside, -start))
+    return (((cut, *rest), _move(digit, first)),)
 
 
-def _pick(dim: Dim, region: Intervals, size: int) -> list[tuple[Dim, _Moves]]:
+def _pick(dim: Dim, region: Intervals, size: int) -> _Options:
     """Return what is wanted of a dim of `size`, given what is wanted of a region of it."""
     if region == ((0, size),):
-        return [(dim, ())]
+        return ((dim, ()),)
     unit = _size(dim[1:])
     start = region[0][0]
     if not dim or (len(dim) > 1 and (len(region) > 1 or start % unit or size % unit)):
-        return [option for digit, moves in _simple(dim) for option in _add(moves, _pick((digit,), region, size))]
+        simple = _simple(dim)
+        return tuple(option for digit, moves in simple for option in _add(moves, _pick((digit,), region, size)))
     digit, *rest = dim
     if len(region) == 1:
         held = shift(digit.held, start // unit)
     else:
         held = tuple(interval for a, b in digit.held for interval in select(region, a, b))
-    return [((digit._replace(size=size // unit, held=held), *rest), ())]
+    return (((digit._replace(size=size // unit, held=held), *rest), ()),)
 
 
 def _regroup(digits: Sequence[Digit], shape: Sequence[int]) -> Iterator[tuple[tuple[Dim, ...], _Moves]]:
@@ -286,12 +298,16 @@ def _size(dim: Sequence[Digit]) -> int:
 
 
 def _piece(leaf: Stored | Zeros, frame: Frame) -> Piece:
-    digits = _joined([digit for dim in frame.dims for digit in dim])
-    digits, axes, target, fine = _place(digits, frame.starts)
-    shape = tuple(digit.size for digit in digits)
-    region = Region(tuple(digit.held for digit in digits))
+    shape, region, axes, target, fine = _copied(frame)
     source = Stored(leaf.key, shape, leaf.part) if isinstance(leaf, Stored) else Zeros(shape)
     return Piece(source, region, axes, target, fine)
+
+
+@lru_cache(maxsize=CACHED)
+def _copied(frame: Frame) -> tuple[tuple[int, ...], Region, *_Target]:
+    """Return the shape in which a leaf is looked at, and the other attributes of its piece."""
+    digits, axes, target, fine = _place(_joined([digit for dim in frame.dims for digit in dim]), frame.starts)
+    return tuple(digit.size for digit in digits), Region(tuple(digit.held for digit in digits)), axes, target, fine
 
 
 def _piece_of_values(leaf: Computed, frame: Frame) -> Piece:
@@ -344,10 +360,10 @@ def _join(high: Digit, low: Digit) -> Digit | None:
     return None
 
 
-_Placed = tuple[list[Digit], tuple[int, ...], tuple[Interval, ...], tuple[tuple[int, int], ...]]
+_Target = tuple[tuple[int, ...], tuple[Interval, ...], tuple[tuple[int, int], ...]]
 
 
-def _place(digits: Sequence[Digit], starts: tuple[int, ...]) -> _Placed:
+def _place(digits: Sequence[Digit], starts: tuple[int, ...]) -> tuple[list[Digit], *_Target]:
     """Return the digits, perhaps with some of size 1 in front, and how they become the target's dims."""
     missing = [dim for dim in range(len(starts)) if all(digit.dim != dim for digit in digits)]
     digits = [*(Digit(1, ((0, 1),), dim, 1) for dim in missing), *digits]

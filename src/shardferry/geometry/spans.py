@@ -1,8 +1,9 @@
 """Spans: the contiguous bytes of a region inside a row-major tensor.
 
-A region is first collapsed: neighbouring dims are merged wherever the inner one is held whole, so that a cut of
-the first dim is one span and a cut of the last dim is a table of rows. Readers use the collapsed form, spans are
-its product, computed with NumPy. Everything is relative to the tensor's first byte and half-open.
+A region is first collapsed: neighbouring dims are merged wherever the inner one is held whole, or only one index of
+the outermost, so that a cut of the first dim is one span and a cut of the last dim is a table of rows. Readers use the
+collapsed form, spans are its product, computed with NumPy. Everything is relative to the tensor's first byte and
+half-open.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardferry.errors import InvalidInputError
-from shardferry.geometry.region import Interval, Intervals, Region, check_within
+from shardferry.geometry.region import Interval, Intervals, Region, check_within, shift
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,6 +60,8 @@ def collapse(region: Region, shape: tuple[int, ...], bits: int) -> Collapsed:
         Collapsed(sizes=(64,), dims=(((8, 24),),))
         >>> collapse(box((0, 0, 2), (2, 3, 2)), (2, 3, 4), 16)
         Collapsed(sizes=(6, 8), dims=(((0, 6),), ((4, 8),)))
+        >>> collapse(box((1, 0, 0), (1, 2, 4)), (2, 3, 4), 16)
+        Collapsed(sizes=(48,), dims=(((24, 40),),))
     """
     check_within(region, shape)
     if not all(region.dims):
@@ -72,6 +75,10 @@ def collapse(region: Region, shape: tuple[int, ...], bits: int) -> Collapsed:
         else:
             dims.insert(0, intervals)
             sizes.insert(0, size)
+    while len(dims) > 1 and len(dims[0]) == 1 and dims[0][0][1] - dims[0][0][0] == 1:
+        ((index, _),) = dims.pop(0)
+        dims[0] = shift(dims[0], index * sizes[1])
+        sizes[0:2] = [sizes[0] * sizes[1]]
     return _bits_to_bytes(sizes, dims)
 
 

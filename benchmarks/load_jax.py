@@ -10,9 +10,10 @@ layout; `divided`, Orbax's reader under shardings that also cut replicated tenso
 a jitted identity to the target's, which is what its read-once proposal does; and `everyone`, safetensors' own reader
 loading whole files in every process.
 
-    python -m benchmarks.load_jax [--processes 2 4] [--rounds 3]
+    python -m benchmarks.load_jax [--processes 2 4] [--rows rows columns all slow] [--rounds 4] [--add]
 
-Needs root and /dev/fuse for the mounts.
+`--rows` chooses what to measure, whose earlier records go; with `--add` they stay, and more rounds join them. Needs
+root and /dev/fuse for the mounts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from benchmarks.machine import machine
-from benchmarks.measure import Meter
+from benchmarks.measure import Meter, wake_memory
 from safetensors.numpy import load_file, save_file
 from tests.tools.mounts import slow_mounts
 
@@ -56,21 +57,34 @@ RATE_MB = 100
 EVEN, ODD = (6144, 4096), (6143, 4093)
 NAMES = ("embed", "up", "down", "head")
 SPECS: dict[str, tuple[Any, ...]] = {"rows": (("data", "model"),), "columns": (None, ("data", "model")), "all": ()}
-# Sharding, ways, and whether files are in the page cache.
-CACHED = (("rows", ("auto", "orbax", "everyone")), ("columns", ("auto", "orbax", "everyone")))
-SLOW = (("all", ("auto", "always", "orbax", "divided", "everyone")),)
-CACHED_ALL = (("all", ("auto", "orbax", "everyone")),)
+# What any way takes at a time, of memory that is there already.
+AWAKE_BYTES = 1 << 30
 
 
-class Run(NamedTuple):
-    """One combination of what is measured.
+class Row(NamedTuple):
+    """What is measured under one sharding.
 
     Attributes:
         place: `"cached"` or `"slow"`.
         sharding: A key of `SPECS`.
-        way: Who loads.
-        round: Which turn; the first one is left out of tables.
+        ways: Who loads.
     """
+
+    place: str
+    sharding: str
+    ways: tuple[str, ...]
+
+
+ROWS = {
+    "rows": Row("cached", "rows", ("auto", "orbax", "everyone")),
+    "columns": Row("cached", "columns", ("auto", "orbax", "everyone")),
+    "all": Row("cached", "all", ("auto", "orbax", "everyone")),
+    "slow": Row("slow", "all", ("auto", "always", "orbax", "divided", "everyone")),
+}
+
+
+class Run(NamedTuple):
+    """One call: a row's place and sharding, who loads, and which turn it is; tables leave turn 0 out."""
 
     place: str
     sharding: str
@@ -82,16 +96,27 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--add", action="store_true")
     arguments = parser.parse_args()
-    records: list[dict[str, Any]] = [machine()]
+    rows = [ROWS[name] for name in arguments.rows]
+    records = [json.loads(line) for line in RESULTS.read_text().splitlines()[1:]] if RESULTS.exists() else []
     for processes in arguments.processes:
-        records += _measure_job(processes, arguments.rounds)
-    RESULTS.write_text("".join(json.dumps(record) + "\n" for record in records))
-    _print(records[1:])
+        again = [one for one in records if one["processes"] == processes and _row_of(one) in rows]
+        if not arguments.add:
+            records = [one for one in records if one not in again]
+        last = max((one["round"] for one in again), default=0) if arguments.add else 0
+        records += _measure_job(processes, _runs(rows, range(last + 1, last + 1 + arguments.rounds)))
+    RESULTS.write_text("".join(json.dumps(record) + "\n" for record in [machine(), *records]))
+    _print(records)
 
 
-def _measure_job(processes: int, rounds: int) -> list[dict[str, Any]]:
+def _row_of(record: dict[str, Any]) -> Row:
+    return next(row for row in ROWS.values() if (row.place, row.sharding) == (record["place"], record["sharding"]))
+
+
+def _measure_job(processes: int, runs: Sequence[Run]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="shardferry-load-jax-", dir="/var/tmp") as made, ExitStack() as stack:
         folder = Path(made)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -103,7 +128,7 @@ def _measure_job(processes: int, rounds: int) -> list[dict[str, Any]]:
         _remember_cost(mounts)
         context = multiprocessing.get_context("spawn")
         barrier, port = context.Barrier(processes), _free_port()
-        calls = [(at, processes, port, folder, mounts, rounds, barrier) for at in range(processes)]
+        calls = [(at, processes, port, folder, mounts, runs, barrier) for at in range(processes)]
         workers = [context.Process(target=work, args=call) for call in calls]
         for worker in workers:
             worker.start()
@@ -125,7 +150,7 @@ def _remember_cost(mounts: SlowMounts) -> None:
 
 
 def work(  # noqa: PLR0917 - what a process is told
-    at: int, processes: int, port: int, folder: Path, mounts: SlowMounts, rounds: int, barrier: Barrier
+    at: int, processes: int, port: int, folder: Path, mounts: SlowMounts, runs: Sequence[Run], barrier: Barrier
 ) -> None:
     """Be one process of the job; write what was measured."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
@@ -135,11 +160,12 @@ def work(  # noqa: PLR0917 - what a process is told
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=at)
     ways = _ways(processes)
     with (folder / f"told-{at}").open("w") as told:
-        for run in _runs(rounds):
+        for run in runs:
             path = mounts.paths[at] if run.place == "slow" else folder / ("odd" if run.sharding == "all" else "even")
             wanted = _wanted(run.sharding, processes)
             if run.place == "slow":
                 mounts.drop(FILE, at)
+            wake_memory(AWAKE_BYTES)
             barrier.wait()
             if at == 0:
                 mounts.reset()
@@ -168,12 +194,12 @@ def work(  # noqa: PLR0917 - what a process is told
             told.flush()
 
 
-def _runs(rounds: int) -> list[Run]:
-    plan = [("cached", *case) for case in (*CACHED, *CACHED_ALL)] + [("slow", *case) for case in SLOW]
+def _runs(rows: Sequence[Row], rounds: Sequence[int]) -> list[Run]:
+    """Return the calls in order: per row one turn to begin with, then rounds in which every way has a turn."""
     return [
         Run(place, sharding, way, number)
-        for place, sharding, ways in plan
-        for number in range(rounds + 1)
+        for place, sharding, ways in rows
+        for number in (0, *rounds)
         for way in (*ways[number % len(ways) :], *ways[: number % len(ways)])
     ]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardferry.convert.ops import Stored, concatenate, transpose
-from shardferry.errors import CheckpointChangedError, InvalidInputError, RankFailedError, ShardingError
-from shardferry.execute.reading import Sharing, check_plans, check_sharing
+from shardferry.errors import CheckpointChangedError, RankFailedError, ShardingError
+from shardferry.execute.reading import Sharing, check_plans
 from shardferry.geometry.region import Region, box, whole
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split
 from shardferry.plan.match import Rules
@@ -189,11 +189,3 @@ def test_plans_that_differ_name_the_ranks() -> None:
     with pytest.raises(ShardingError, match=r"only ranks \[0, 1\] plan of a group of 3"):
         check_plans([*rows_of({0: (7, 3, 1), 1: (7, 3, 1)}), b"[]"])
     assert not check_plans([b"[]", json.dumps([(7, 1, 1)]).encode()])
-
-
-def test_options_that_cannot_be_are_refused() -> None:
-    wires = Wires()
-    with pytest.raises(InvalidInputError, match="read_once is 'no'"):
-        check_sharing(Sharing("no", MIB, partial(wires.open, 0)))  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(InvalidInputError, match="exchange_bytes is 1; an exchange needs at least"):
-        check_sharing(Sharing("auto", 1, partial(wires.open, 0)))

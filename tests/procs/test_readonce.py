@@ -167,7 +167,7 @@ def load_with_wrong_options(path: str) -> list[str]:
 def test_options_that_cannot_be_are_refused_on_all_ranks(ranks: RankPool, checkpoint: str) -> None:
     for first, second in ranks(4).run(load_with_wrong_options, checkpoint):
         assert "read_once is 'sometimes'" in first
-        assert "exchange_bytes is 1000; an exchange needs at least 1.00 MiB" in second
+        assert "exchange_bytes is 1000; it must be a number of bytes, at least 1048576 (1.00 MiB)" in second
 
 
 def load_late(path: str, moment: str) -> bool:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardferry.errors import InvalidInputError
-from shardferry.units import MIB, format_bytes
+from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from shardferry.storage.base import Bytes
@@ -17,20 +16,11 @@ if TYPE_CHECKING:
 MIN_BUDGET_BYTES = 8 * MIB
 
 
-def check_budget(budget_bytes: object) -> None:
-    """Raise `InvalidInputError` if a budget is no number of bytes, or too small to work with."""
-    if not isinstance(budget_bytes, int) or budget_bytes < MIN_BUDGET_BYTES:
-        raise InvalidInputError(
-            f"budget_bytes is {budget_bytes!r}; give a number of bytes, at least {MIN_BUDGET_BYTES} "
-            f"({format_bytes(MIN_BUDGET_BYTES)})"
-        )
-
-
 class Meter:
     """Bytes of buffers held now and at most; threads may share it."""
 
     def __init__(self, budget_bytes: int) -> None:
-        """Start with nothing held of a budget that `check_budget` has passed."""
+        """Start with nothing held of a budget of at least `MIN_BUDGET_BYTES`."""
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
         self._held = 0

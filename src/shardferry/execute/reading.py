@@ -13,9 +13,9 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardferry.errors import InvalidInputError, ShardingError
+from shardferry.errors import ShardingError
 from shardferry.plan.demand import (
     make_demand,
     number_units,
@@ -25,10 +25,9 @@ from shardferry.plan.demand import (
     wants_to_bytes,
 )
 from shardferry.plan.demand_shape import shape_demand
-from shardferry.plan.estimate import ReadOnce, price_ways, thin_bytes
+from shardferry.plan.estimate import price_ways, thin_bytes
 from shardferry.plan.readonce import Policy, ReadOncePlan, plan_read_once
 from shardferry.transport.together import together
-from shardferry.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,13 +36,10 @@ if TYPE_CHECKING:
     from shardferry.format.index import CheckpointIndex
     from shardferry.plan.costmodel import CostModel
     from shardferry.plan.demand import Demand, Units, Wants
-    from shardferry.plan.estimate import Estimate
+    from shardferry.plan.estimate import Estimate, ReadOnce
     from shardferry.plan.load import LoadPlan
     from shardferry.transport.base import Group
     from shardferry.transport.bulk import Mover
-
-# Below this, a round would be so small that it costs more than its bytes; a guess.
-MIN_EXCHANGE_BYTES = MIB
 
 _ONE_PAGE_CACHE = "independent: every rank reads its own bytes; all ranks share one page cache"
 _AS_ASKED = "independent: every rank reads its own bytes, as asked"
@@ -126,16 +122,6 @@ class Agreed(NamedTuple):
     demand: Demand
     wants: Wants
     estimate: Estimate
-
-
-def check_sharing(sharing: Sharing) -> None:
-    """Raise `InvalidInputError` if the caller asked for what there is not."""
-    if sharing.read_once not in get_args(ReadOnce):
-        raise InvalidInputError(f'read_once is {sharing.read_once!r}; it can be "auto", "always" or "never"')
-    if sharing.exchange_bytes < MIN_EXCHANGE_BYTES:
-        raise InvalidInputError(
-            f"exchange_bytes is {sharing.exchange_bytes}; an exchange needs at least {format_bytes(MIN_EXCHANGE_BYTES)}"
-        )
 
 
 def may_share(nodes: Sequence[int], cost: CostModel, sharing: Sharing | None) -> bool:

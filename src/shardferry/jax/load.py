@@ -12,13 +12,13 @@ from shardferry.convert.rules import Convert
 from shardferry.convert.steps import Concatenate, Reshape
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
-from shardferry.execute.meter import check_budget
-from shardferry.execute.options import check_options, one_of
-from shardferry.execute.reading import Sharing, check_sharing
+from shardferry.execute.options import check_call, timeout_of
+from shardferry.execute.reading import Sharing
 from shardferry.jax.filler import Filler
 from shardferry.jax.group import open_group
 from shardferry.jax.leaves import Stacked, put_together, take_apart
 from shardferry.jax.mover import open_mover
+from shardferry.jax.options import JAX_KINDS
 from shardferry.plan.match import Cast, Rules
 from shardferry.units import MIB
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardferry.jax.leaves import Leaf, Names, PyTree, Tree
     from shardferry.plan.estimate import ReadOnce
 
-DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_BUDGET_BYTES = 256 * MIB
 DEFAULT_EXCHANGE_BYTES = 256 * MIB
 
@@ -106,7 +105,8 @@ def load(
         StorageError: If reading fails.
         RankFailedError: If another process failed; says which and why.
     """
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
+    with open_group(timeout_of(options)) as group:
+        check_load(options, path=path, names=names, strict=strict)
         tree = take_apart(target, names)
         filler, request = prepare(path, tree, strict=strict, options=options)
         report = run_load(group, filler, request)
@@ -122,13 +122,18 @@ def load(
     return put_together(tree, arrays)
 
 
-def prepare(path: str | os.PathLike[str], tree: Tree, *, strict: bool, options: LoadOptions) -> tuple[Filler, Request]:
-    """Return what fills a tree, and what its load asks for.
+def check_load(options: LoadOptions, **arguments: object) -> None:
+    """Look at what a load, or a plan of one, was given.
 
     Raises:
         TypeError: If an option is unknown.
+        InvalidInputError: If something is of the wrong kind.
     """
-    check_options(options, LoadOptions.__optional_keys__, "a load")
+    check_call("a load", LoadOptions.__optional_keys__, options, JAX_KINDS, **arguments)
+
+
+def prepare(path: str | os.PathLike[str], tree: Tree, *, strict: bool, options: LoadOptions) -> tuple[Filler, Request]:
+    """Return what fills a tree, and what its load asks for."""
     return Filler(tree.leaves), _request(path, tree.leaves, strict=strict, options=options)
 
 
@@ -146,13 +151,11 @@ def _stacking(name: str, stacked: str | Stacked, shape: tuple[int, ...]) -> Conv
 
 def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bool, options: LoadOptions) -> Request:
     budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
-    check_budget(budget_bytes)
     sharing = Sharing(
         read_once=options.get("read_once", "auto"),
         exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),
         mover=open_mover,
     )
-    check_sharing(sharing)
     return Request(
         path=os.fspath(path),
         strict=strict,
@@ -160,7 +163,7 @@ def _request(path: str | os.PathLike[str], leaves: Iterable[Leaf], *, strict: bo
         variant=options.get("variant"),
         rules=Rules(
             sources={},
-            cast=one_of(options.get("cast", True), "cast", (True, False, "integers")),
+            cast=options.get("cast", True),
             ignorable=lambda _: False,
             conversions=(*options.get("conversions", ()), *stacking_rules(leaves)),
         ),

@@ -6,13 +6,14 @@ import os
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from shardferry.execute.job import estimate_load
-from shardferry.execute.options import check_options, one_of
+from shardferry.execute.options import check_call, timeout_of
 from shardferry.execute.warm import WarmRequest
 from shardferry.execute.warm_job import JobRequest, run_warm
 from shardferry.jax.group import open_group
 from shardferry.jax.holdings import cutting_rules, holdings
 from shardferry.jax.leaves import take_apart
-from shardferry.jax.load import DEFAULT_TIMEOUT_S, LoadOptions, prepare, stacking_rules
+from shardferry.jax.load import LoadOptions, check_load, prepare, stacking_rules
+from shardferry.jax.options import JAX_KINDS
 from shardferry.jax.parts import is_local
 from shardferry.plan.match import Rules
 
@@ -72,7 +73,8 @@ def plan_load(
     Raises:
         ShardferryError: As `load`, before it reads.
     """
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
+    with open_group(timeout_of(options)) as group:
+        check_load(options, path=path, names=names, strict=strict)
         filler, request = prepare(path, take_apart(target, names), strict=strict, options=options)
         assert request.sharing is not None
         return estimate_load(group, filler, request, request.sharing)
@@ -102,8 +104,8 @@ def warm(
         StorageError: If reading fails, or there is no room and `when_short="refuse"`.
         RankFailedError: If another process failed; says which and why.
     """
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
-        check_options(options, WarmOptions.__optional_keys__, "warming")
+    with open_group(timeout_of(options)) as group:
+        check_call("warming", WarmOptions.__optional_keys__, options, JAX_KINDS, path=path, names=names)
         leaves = take_apart(target, names).leaves
         held = [of.target for leaf in leaves for of in holdings(leaf, is_plain=is_local(leaf.sharding))]
         request = JobRequest(
@@ -120,7 +122,7 @@ def warm(
             node_of_rank=options.get("node_of_rank"),
             warm=WarmRequest(
                 cost=options.get("cost"),
-                when_short=one_of(options.get("when_short", "shrink"), "when_short", ("shrink", "refuse")),
+                when_short=options.get("when_short", "shrink"),
                 on_progress=options.get("on_progress"),
             ),
         )

@@ -10,17 +10,17 @@ import jax
 import numpy as np
 
 from shardferry.errors import CheckpointWarning, InvalidInputError
-from shardferry.execute.meter import check_budget
 from shardferry.execute.open import open_checkpoint
-from shardferry.execute.options import check_options, one_of
+from shardferry.execute.options import check_call, timeout_of
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.problem import listed
 from shardferry.jax.dtypes import dtype_name
 from shardferry.jax.group import open_group
 from shardferry.jax.holdings import cutting_rules, holdings
 from shardferry.jax.leaves import take_apart
-from shardferry.jax.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S, stacking_rules
+from shardferry.jax.load import DEFAULT_BUDGET_BYTES, stacking_rules
 from shardferry.jax.mover import open_mover
+from shardferry.jax.options import JAX_KINDS
 from shardferry.jax.parts import box_of, is_local
 from shardferry.jax.sources import ArraySource, Held
 from shardferry.plan.match import FLOATS
@@ -112,8 +112,9 @@ def save(
         StorageError: If writing fails. Nothing was published.
         RankFailedError: If another process failed; says which and why. Nothing was published.
     """
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
-        check_options(options, SaveOptions.__optional_keys__, "a save")
+    with open_group(timeout_of(options)) as group:
+        given = {"path": path, "names": names, "max_shard_size": max_shard_size, "on_existing": on_existing}
+        check_call("a save", SaveOptions.__optional_keys__, options, JAX_KINDS, **given)
         taken = take_apart(tree, names)
         saver = _Saver(taken)
         report = run_save(group, saver, _request(path, taken.leaves, max_shard_size, on_existing, options))
@@ -195,21 +196,19 @@ def _request(
 ) -> SaveRequest:
     dtype = options.get("dtype")
     like = options.get("files_like")
-    budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
-    check_budget(budget_bytes)
     return SaveRequest(
         path=os.fspath(path),
         max_shard_bytes=parse_size(max_shard_size),
-        on_existing=one_of(on_existing, "on_existing", ("refuse", "replace")),
+        on_existing=on_existing,
         dtype=None if dtype is None else _float_name(dtype),
-        replicas=one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
+        replicas=options.get("replicas", "trust"),
         given_names=(),
         conversions=(*options.get("conversions", ()), *stacking_rules(leaves), *cutting_rules(leaves)),
         metadata={"format": "pt", **options.get("metadata", {})},
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),
         on_progress=options.get("on_progress"),
-        budget_bytes=budget_bytes,
+        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
     )
 
 

@@ -94,8 +94,8 @@ def parse_size(size: int | str) -> int:
             num_bytes = int(Fraction(number) * base ** _POWERS[power.lower()])
     if num_bytes <= 0:
         raise InvalidInputError(
-            f"{size!r} is no size for a file: give a positive number of bytes, or text like '5GB', '1.5 GiB' or '800mb'"
-            " (units in any case: B; decimal KB, MB, GB, TB; binary KiB, MiB, GiB, TiB)"
+            f"max_shard_size is {size!r}; it must be a positive number of bytes, or text like '5GB', '1.5 GiB' or "
+            "'800mb' (units in any case: B; decimal KB, MB, GB, TB; binary KiB, MiB, GiB, TiB)"
         )
     return num_bytes
 

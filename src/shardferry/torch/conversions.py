@@ -24,10 +24,8 @@ def chosen_conversions(given: GivenConversions, model: nn.Module | None) -> tupl
     Raises:
         InvalidInputError: If the model is to say them and there is none, or it is none of transformers.
     """
-    if not isinstance(given, str):
-        return tuple(cast("Sequence[Rule]", given)) if isinstance(given, Sequence) else given
     if given != "auto":
-        raise InvalidInputError(f"conversions={given!r} is neither 'auto' nor a sequence of rules")
+        return tuple(cast("Sequence[Rule]", given)) if isinstance(given, Sequence) else given
     # Only here, because it takes the adapter of a library that need not be installed.
     from shardferry.torch.transformers.family import family_conversions  # noqa: PLC0415
 

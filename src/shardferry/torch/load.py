@@ -12,15 +12,15 @@ from torch import nn
 
 from shardferry.errors import CheckpointWarning
 from shardferry.execute.job import Request, run_load
-from shardferry.execute.meter import check_budget
-from shardferry.execute.options import check_options
-from shardferry.execute.reading import Sharing, check_sharing
+from shardferry.execute.options import check_call, timeout_of
+from shardferry.execute.reading import Sharing
 from shardferry.plan.match import Rules
 from shardferry.torch.conversions import chosen_conversions, ignorable_by_either_name
 from shardferry.torch.entries import ignorable_names, model_entries, state_dict_entries, unfilled_names
 from shardferry.torch.filler import Filler, put_into_model, put_into_state_dict
 from shardferry.torch.group import open_group
 from shardferry.torch.mover import open_mover
+from shardferry.torch.options import FILLED_KINDS, TORCH_KINDS
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shardferry.torch.conversions import GivenConversions
     from shardferry.torch.shardings import GivenSharding
 
-DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_BUDGET_BYTES = 256 * MIB
 DEFAULT_EXCHANGE_BYTES = 256 * MIB
 
@@ -132,6 +131,8 @@ def load_state_dict(
     """
 
     def prepare() -> tuple[Filler, Request]:
+        given = {"state_dict": state_dict, "path": path, "model": model, "strict": strict}
+        check_call("a load", LoadOptions.__optional_keys__, options, FILLED_KINDS, **given)
         entries = state_dict_entries(state_dict, model)
         filler = Filler(entries, options.get("shardings", {}), partial(put_into_state_dict, state_dict))
         return filler, _request(path, model, strict=strict, options=options)
@@ -145,8 +146,7 @@ def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: Load
     The group is opened first: what is wrong on one rank alone, all ranks must hear of. And a rank that has left a call
     out would be one call behind the others ever after.
     """
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
-        check_options(options, LoadOptions.__optional_keys__, "a load")
+    with open_group(timeout_of(options)) as group, torch.no_grad():
         filler, request = prepare()
         report = run_load(group, filler, request)
         if not isinstance(request.rules.conversions, tuple):
@@ -162,7 +162,13 @@ def _run_torch_load(prepare: Callable[[], tuple[Filler, Request]], options: Load
 def prepare_model(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool, options: LoadOptions
 ) -> tuple[Filler, Request]:
-    """Return what fills a model, and what its load asks for."""
+    """Return what fills a model, and what its load asks for.
+
+    Raises:
+        InvalidInputError: If something given is not what it may be.
+    """
+    known = LoadOptions.__optional_keys__
+    check_call("a load", known, options, TORCH_KINDS, model=model, path=path, strict=strict)
     entries = model_entries(model)
     filler = Filler(entries, options.get("shardings", {}), put_into_model)
     filler.unfilled += unfilled_names(model, entries)
@@ -171,13 +177,11 @@ def prepare_model(
 
 def _request(path: str | os.PathLike[str], model: nn.Module | None, *, strict: bool, options: LoadOptions) -> Request:
     budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
-    check_budget(budget_bytes)
     sharing = Sharing(
         read_once=options.get("read_once", "auto"),
         exchange_bytes=min(options.get("exchange_bytes", DEFAULT_EXCHANGE_BYTES), budget_bytes),
         mover=open_mover,
     )
-    check_sharing(sharing)
     conversions = chosen_conversions(options.get("conversions", ()), model)
     return Request(
         path=os.fspath(path),

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 
 from shardferry.execute.job import estimate_load
-from shardferry.execute.options import check_options
+from shardferry.execute.options import timeout_of
 from shardferry.torch.group import open_group
-from shardferry.torch.load import DEFAULT_TIMEOUT_S, LoadOptions, prepare_model
+from shardferry.torch.load import LoadOptions, prepare_model
 
 if TYPE_CHECKING:
     import os
@@ -38,8 +38,7 @@ def plan_load(
     Raises:
         ShardferryError: As `load_model`, before it reads.
     """
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
-        check_options(options, LoadOptions.__optional_keys__, "a load")
+    with open_group(timeout_of(options)) as group, torch.no_grad():
         filler, request = prepare_model(model, path, strict=strict, options=options)
         assert request.sharing is not None
         return estimate_load(group, filler, request, request.sharing)

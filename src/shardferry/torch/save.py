@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 import torch
 
 from shardferry.errors import CheckpointWarning, InvalidInputError
-from shardferry.execute.meter import check_budget
 from shardferry.execute.open import open_checkpoint
-from shardferry.execute.options import check_options, one_of
+from shardferry.execute.options import check_call, timeout_of
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.oldfiles import Naming
 from shardferry.geometry.sharding import MeshLayout
@@ -23,8 +22,9 @@ from shardferry.torch.dtypes import dtype_name
 from shardferry.torch.entries import Entry, make_target, model_entries, state_dict_entries
 from shardferry.torch.extras import write_extras
 from shardferry.torch.group import open_group
-from shardferry.torch.load import DEFAULT_BUDGET_BYTES, DEFAULT_TIMEOUT_S
+from shardferry.torch.load import DEFAULT_BUDGET_BYTES
 from shardferry.torch.mover import GlooMover, open_mover
+from shardferry.torch.options import SAVED_KINDS, TORCH_KINDS
 from shardferry.torch.shardings import local_part
 from shardferry.torch.sources import TensorSource, digest_view
 
@@ -124,6 +124,8 @@ def save_model(
     unwrapped = getattr(model, "_orig_mod", model)
 
     def prepare() -> tuple[_Saver, SaveRequest]:
+        given = {"model": model, "path": path, "max_shard_size": max_shard_size, "on_existing": on_existing}
+        check_call("a save", SaveOptions.__optional_keys__, options, TORCH_KINDS, **given)
         entries = model_entries(unwrapped)
         known = {name for entry in entries for name in entry.names}
         saver = _Saver(_entries_to_write(unwrapped, entries), unwrapped, options)
@@ -163,6 +165,8 @@ def save_state_dict(
     """
 
     def prepare() -> tuple[_Saver, SaveRequest]:
+        given = {"path": path, "model": model, "max_shard_size": max_shard_size, "on_existing": on_existing}
+        check_call("a save", SaveOptions.__optional_keys__, options, SAVED_KINDS, state_dict=state_dict, **given)
         cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
         entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
         saver = _Saver(entries, None, options)
@@ -210,8 +214,7 @@ class _Saver:
 
 def _run(prepare: Callable[[], tuple[_Saver, SaveRequest]], options: SaveOptions) -> SaveReport:
     """Save what `prepare` offers; the group is opened first, so that all ranks hear of what is wrong on one."""
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group, torch.no_grad():
-        check_options(options, SaveOptions.__optional_keys__, "a save")
+    with open_group(timeout_of(options)) as group, torch.no_grad():
         report = run_save(group, *prepare())
         for text in report.warnings if group.rank == 0 else ():
             warnings.warn(text, CheckpointWarning, stacklevel=3)
@@ -227,21 +230,19 @@ def _request(
 ) -> SaveRequest:
     dtype = options.get("dtype")
     like = options.get("files_like")
-    budget_bytes = options.get("budget_bytes", DEFAULT_BUDGET_BYTES)
-    check_budget(budget_bytes)
     return SaveRequest(
         path=os.fspath(path),
         max_shard_bytes=parse_size(max_shard_size),
-        on_existing=one_of(on_existing, "on_existing", ("refuse", "replace")),
+        on_existing=on_existing,
         dtype=None if dtype is None else _float_name(dtype),
-        replicas=one_of(options.get("replicas", "trust"), "replicas", ("trust", "check")),
+        replicas=options.get("replicas", "trust"),
         given_names=set(options.get("shardings", {})) - known,
         conversions=(),
         metadata={"format": "pt", **options.get("metadata", {})},
         files_like=None if like is None else {k: v.file for k, v in open_checkpoint(like).tensors.items()},
         hub_limits=options.get("hub_limits", False),
         on_progress=options.get("on_progress"),
-        budget_bytes=budget_bytes,
+        budget_bytes=options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
         naming=Naming(options.get("stem", PLAIN.stem)),
     )
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardferry.errors import ShardingError
+from shardferry.errors import InvalidInputError, ShardingError
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split, region_at
 
 if TYPE_CHECKING:
@@ -78,10 +78,13 @@ def given_layout(given: GivenSharding, num_dims: int, name: str) -> MeshLayout |
     """Return the layout a caller gave for a tensor of `num_dims` dims.
 
     Raises:
+        InvalidInputError: If it is no layout.
         ShardingError: If a placement is `Partial`, or unknown.
     """
     if isinstance(given, Sharding):
         return given
+    if [isinstance(each, DeviceMesh) for each in given] != [True, False]:
+        raise InvalidInputError(f"shardings= gives {given!r} for {name}; it must be (mesh, placements) or a Sharding")
     mesh, placements = given
     splits = tuple(_splits(_normalised(placements, num_dims, name)))
     return MeshLayout(*_mesh_ranks(mesh), splits)

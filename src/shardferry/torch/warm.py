@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch import nn
 
-from shardferry.execute.options import check_options, one_of
+from shardferry.execute.options import check_call, timeout_of
 from shardferry.execute.warm import WarmRequest
 from shardferry.execute.warm_job import JobRequest, run_warm
 from shardferry.plan.match import Rules
 from shardferry.torch.conversions import chosen_conversions, ignorable_by_either_name
 from shardferry.torch.entries import ignorable_names, make_target, model_entries, state_dict_entries
 from shardferry.torch.group import open_group
-from shardferry.torch.load import DEFAULT_TIMEOUT_S
+from shardferry.torch.options import WARMED_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -81,8 +81,8 @@ def warm(
         StorageError: If reading fails, or there is no room and `when_short="refuse"`.
         RankFailedError: If another rank failed; says which and why.
     """
-    with open_group(options.get("timeout_s", DEFAULT_TIMEOUT_S)) as group:
-        check_options(options, WarmOptions.__optional_keys__, "warming")
+    with open_group(timeout_of(options)) as group:
+        check_call("warming", WarmOptions.__optional_keys__, options, WARMED_KINDS, model=model, path=path)
         shardings, module = options.get("shardings", {}), _module_of(model)
         conversions = chosen_conversions(options.get("conversions", ()), module)
         ignorable = ignorable_by_either_name(ignorable_names(module), conversions)
@@ -95,7 +95,7 @@ def warm(
             node_of_rank=options.get("node_of_rank"),
             warm=WarmRequest(
                 cost=options.get("cost"),
-                when_short=one_of(options.get("when_short", "shrink"), "when_short", ("shrink", "refuse")),
+                when_short=options.get("when_short", "shrink"),
                 on_progress=options.get("on_progress"),
             ),
         )

@@ -62,7 +62,8 @@ def test_every_byte_is_in_one_request_and_holes_are_cheap(data: st.DataObject, m
             spans = spans_of(request)
             assert len(spans) == len(request.pieces)
             assert all(0 <= start - stop < seek_bytes or start == stop for (_, stop), (start, _) in pairwise(spans))
-            assert spans[-1][1] - spans[0][0] <= max_bytes
+            assert sum(stop - start for start, stop in spans) <= max_bytes
+            assert spans[-1][1] - spans[0][0] <= max(max_bytes, seek_bytes)
 
 
 def small(*held: Region) -> list[Request]:
@@ -79,6 +80,15 @@ def test_a_hole_is_read_along_if_it_is_cheaper_than_a_seek() -> None:
     upper, lower = box((0, 0), (4, 8)), box((4, 0), (4, 8))
     assert [len(request.pieces) for request in small(upper, upper)] == [2]
     assert [len(request.pieces) for request in small(upper, lower)] == [1, 1]
+
+
+def test_a_request_spans_as_much_as_another_would_cost_for_few_wanted_bytes() -> None:
+    files = index_of({"f": [(64,)] * 4})
+    wanted = [Wanted(name, Stored(name, (64,)), box((0,), (8,))) for name in files.tensors]
+
+    requests = plan_requests(plan_load(files, wanted, seek_bytes=150), max_bytes=40)
+
+    assert [len(request.pieces) for request in requests] == [3, 1]
 
 
 def test_a_copy_with_holes_of_its_own_stays_alone() -> None:

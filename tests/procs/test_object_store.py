@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
 from unittest import mock
 
 import pytest
@@ -16,6 +18,10 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from tests.tools.s3 import Bucket
 from tests.tools.servers import Fault, Proxy, proxy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardferry.torch as sf
 
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
     from .pool import RankPool
 
 ROWS = 1 << 16
+# Columns of a row of 2 MiB, which is too long to be read whole.
+COLUMNS = 1 << 19
 # Requests that are not for the first bytes of a file.
 TENSORS = r"GET .*bytes=(?!0-131071)"
 
@@ -95,6 +103,91 @@ def test_a_sharded_model_is_saved_to_a_bucket_and_loaded_from_it(
         assert headers <= len(bucket.objects()), sharder
         assert state.sent <= 1.02 * size + headers * 131_072, sharder
         assert told[0] == told[1]
+
+
+class Strided(nn.Module):
+    """Tensors cut along their inner dim: of short rows, of which whole ones are read, and of long ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, ROWS)
+        self.down = nn.Linear(ROWS, 8)
+        self.wide = nn.Linear(COLUMNS, 4)
+
+
+def shard_strided(model: nn.Module, mesh_shape: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("fsdp", "tp"))
+    parallelize_module(
+        model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel(), "wide": RowwiseParallel()}
+    )
+    if mesh_shape[0] > 1:
+        fully_shard(model, mesh=mesh["fsdp"])
+
+
+def load_as_planned(
+    endpoint: str, url: str, mesh_shape: tuple[int, int], read_once: Literal["always", "never"]
+) -> dict[str, int]:
+    """Plan a load and make it; return what was planned and what the report says."""
+    with reaching(endpoint), torch.device("meta"):
+        model = Strided()
+    shard_strided(model, mesh_shape)
+    with reaching(endpoint):
+        estimate = sf.plan_load(model, url, node_of_rank=[0, 0, 1, 1], read_once=read_once)
+        total = sf.load_model(model, url, node_of_rank=[0, 0, 1, 1], read_once=read_once).total
+    expected = Strided()
+    expected.load_state_dict(numbered(expected))
+    shard_strided(expected, mesh_shape)
+    for (name, one), two in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(local(one), local(two)), name
+    price = estimate.price(estimate.chosen)
+    return {
+        "planned runs": int(price.node_requests.sum()),
+        "planned bytes": price.storage_bytes,
+        "bytes": total.bytes_read,
+        "requests": total.requests,
+    }
+
+
+def spans_asked_for(state: Proxy) -> list[tuple[int, int]]:
+    """Return the ranges of requests for tensors, ascending; there is one file."""
+    asked = (line.rpartition("bytes=")[2].split("-") for line in state.log if re.search(TENSORS, line))
+    return sorted((int(start), int(last) + 1) for start, last in asked)
+
+
+@pytest.fixture
+def strided(request: pytest.FixtureRequest) -> Iterator[tuple[str, Proxy]]:
+    """Give the URL of a stored `Strided`, in a bucket or on a web server, and what counts the requests for it."""
+    content = save_bytes(numbered(Strided()), {"format": "pt"})
+    if request.param == "s3":
+        bucket, state = request.getfixturevalue("store")
+        bucket.put("model.safetensors", content)
+        yield f"s3://{bucket.name}", state
+        return
+    server, root = request.getfixturevalue("web")
+    folder = root / secrets.token_hex(4)
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(content)
+    with proxy(server) as state:
+        yield f"{state.url}/{folder.name}", state
+
+
+@pytest.mark.parametrize("read_once", ["never", "always"])
+@pytest.mark.parametrize(
+    ("strided", "mesh_shape"), [("s3", (1, 4)), ("s3", (2, 2)), ("http", (1, 4))], indirect=["strided"]
+)
+def test_strided_shards_ask_a_server_for_no_more_than_was_planned(
+    ranks: RankPool, strided: tuple[str, Proxy], mesh_shape: tuple[int, int], read_once: str
+) -> None:
+    url, state = strided
+
+    told, *_ = ranks(4).run(load_as_planned, state.url, url, mesh_shape, read_once)
+
+    spans = spans_asked_for(state)
+    assert len(spans) == told["requests"]
+    assert sum(stop - start for start, stop in spans) == told["bytes"] <= told["planned bytes"]
+    # Of a run that ranks read for each other each reads its share: what is planned is the run.
+    joined = sum(stop == start for (_, stop), (start, _) in pairwise(spans)) if read_once == "always" else 0
+    assert len(spans) - joined <= told["planned runs"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def plan_requests(plan: LoadPlan, *, max_bytes: int) -> Iterator[Request]:
 
     Args:
         plan: What to read, and below how many bytes a hole is read along.
-        max_bytes: Copies are cut to this size, and no more, holes included, are put into one request.
+        max_bytes: Copies are cut to this size, and no more is put into one request. Holes included a request spans
+            no more either, or no more than another request costs.
     """
     pieces = [
         (piece.file, piece.first_byte, at, Piece(tensor.name, piece))
@@ -53,17 +54,20 @@ def plan_requests(plan: LoadPlan, *, max_bytes: int) -> Iterator[Request]:
         for piece in split_copy(copy, max_bytes)
     ]
     pieces.sort(key=lambda entry: entry[:3])
+    most = max(max_bytes, plan.seek_bytes)
     here: list[Piece] = []
-    begin = end = 0
+    begin = end = wanted = 0
     for file, start, _, piece in pieces:
         stop = start + piece.copy.num_bytes
         near = bool(here) and here[0].copy.file == file and 0 <= start - end < plan.seek_bytes
-        if near and stop - begin <= max_bytes and here[-1].copy.is_one_span and piece.copy.is_one_span:
+        fits = wanted + piece.copy.num_bytes <= max_bytes and stop - begin <= most
+        if near and fits and here[-1].copy.is_one_span and piece.copy.is_one_span:
             here.append(piece)
+            wanted += piece.copy.num_bytes
         else:
             if here:
                 yield Request(here[0].copy.file, tuple(here))
-            here, begin = [piece], start
+            here, begin, wanted = [piece], start, piece.copy.num_bytes
         end = stop
     if here:
         yield Request(here[0].copy.file, tuple(here))

@@ -240,7 +240,7 @@ def _runs_of_rows(pattern: Pattern, union: Ints, domain_of: Ints) -> Ints:
     first, last, num_bytes, runs = pattern.parts.rows.T
     row_of_rank = _by_rank(pattern.parts.row, pattern.part_of_rank, default=-1)
     held = row_of_rank >= 0
-    keys = np.unique(domain_of[held] * max(1, len(first)) + row_of_rank[held])
+    keys = _sorted_set(domain_of[held] * max(1, len(first)) + row_of_rank[held])
     domains, rows = np.divmod(keys, max(1, len(first)))
     order = np.lexsort((first[rows], domains))
     domains, rows = domains[order], rows[order]
@@ -296,7 +296,7 @@ def _union(atoms: Atoms, part_of_rank: Ints, group_of: Ints, num_groups: int) ->
     held = part_of_rank >= 0
     if atoms.parts is None:
         num_parts = max(1, len(atoms.num_bytes))
-        keys = np.unique(group_of[held] * num_parts + part_of_rank[held])
+        keys = _sorted_set(group_of[held] * num_parts + part_of_rank[held])
         np.add.at(sums, keys // num_parts, atoms.num_bytes[keys % num_parts])
         return sums
     for size, parts in zip(atoms.num_bytes, atoms.parts, strict=True):
@@ -308,10 +308,17 @@ def _num_alike(number_of_rank: Ints, group_of: Ints) -> Ints:
     """Return for each rank how many of its group have its number, itself included; 0 for ranks without one."""
     held = number_of_rank >= 0
     keys = group_of * (number_of_rank.max(initial=0) + 1) + number_of_rank
-    _, inverse, counts = np.unique(keys[held], return_inverse=True, return_counts=True)
-    alike = np.zeros_like(number_of_rank)
-    alike[held] = counts[inverse]
-    return alike
+    ordered = np.sort(keys[held])
+    alike = ordered.searchsorted(keys, "right") - ordered.searchsorted(keys, "left")
+    return np.where(held, alike, 0)
+
+
+def _sorted_set(keys: Ints) -> Ints:
+    """Return each key once, ascending: `np.unique`, which takes five times as long for a few ranks."""
+    ordered = np.sort(keys)
+    is_new = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    return ordered[is_new]
 
 
 def _distinct(keys: Ints) -> tuple[Ints, Ints]:

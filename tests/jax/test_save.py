@@ -23,6 +23,8 @@ from shardferry.plan.save import Write
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.tools.s3 import Bucket
+
 
 def cut(*spec: object) -> NamedSharding:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
@@ -40,6 +42,17 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
     made = sf.load(tmp_path / "out", tree)
     assert made["a"][0].sharding == cut("a", "b")
     assert jax.tree.all(jax.tree.map(np.array_equal, made, tree))
+
+
+def test_what_is_saved_to_a_bucket_is_loaded_from_it(bucket: Bucket) -> None:
+    tree = {"w": jax.device_put(numbers(8, 4), cut("a", "b")), "column": jax.device_put(numbers(8, 4), cut(None, "b"))}
+    report = sf.save(f"s3://{bucket.name}/out", tree, max_shard_size=200)
+    assert report.protocol == "upload"
+    assert [key.removeprefix("out/") for key in bucket.objects()] == [*report.files, "model.safetensors.index.json"]
+    made = sf.load(f"s3://{bucket.name}/out", tree)
+    assert jax.tree.all(jax.tree.map(np.array_equal, made, tree))
+    with pytest.raises(CheckpointExistsError):
+        sf.save(f"s3://{bucket.name}/out", tree)
 
 
 def test_a_flax_model_is_saved_under_its_key_paths(tmp_path: Path) -> None:

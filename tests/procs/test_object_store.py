@@ -7,16 +7,14 @@ import re
 import secrets
 import subprocess
 import sys
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
-from tests.tools.s3 import Bucket
+from tests.tools.s3 import Bucket, reaching
 from tests.tools.servers import Fault, Proxy, proxy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,12 +41,6 @@ TENSORS = r"GET .*bytes=(?!0-131071)"
 def store(s3_endpoint: str) -> Iterator[tuple[Bucket, Proxy]]:
     with proxy(s3_endpoint) as state:
         yield Bucket(s3_endpoint, f"bucket-{secrets.token_hex(4)}"), state
-
-
-@contextmanager
-def reaching(endpoint: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, Bucket.environment(endpoint)):
-        yield
 
 
 def block() -> Block:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.tools.s3 import Bucket, reaching
 
 import shardferry.jax as sf
 import shardferry.torch as sft
@@ -113,3 +115,29 @@ def test_the_files_are_those_torch_writes(  # noqa: PLR0917 - fixtures and param
     written = [num_bytes for num_bytes, _ in reports[0]]
     assert sum(written) == sum(array.nbytes for name, array in values().items()) - values()["packed"].nbytes // 2
     assert max(written) < 1.2 * min(written) + (1 << 20)
+
+
+def save_to_and_load_from_a_bucket(endpoint: str, url: str) -> tuple[str, list[str]]:
+    """Return how a save has published, and the names of arrays that come back with other bytes."""
+    made = arrays((2, 4), [0, 4, 1, 5, 2, 6, 3, 7])
+    with reaching(endpoint):
+        report = sf.save(url, made, max_shard_size="3MB")
+        loaded = sf.load(url, made)
+    differ = [name for name, array in made.items() if bits_of(array) != bits_of(loaded[name])]
+    return report.protocol, differ
+
+
+def bits_of(array: jax.Array) -> list[bytes]:
+    return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
+
+
+def test_a_bucket_gets_the_files_torch_writes_and_gives_them_back(
+    jax_job: JaxJobs, s3_endpoint: str, reference: Path
+) -> None:
+    bucket = Bucket(s3_endpoint, f"bucket-{secrets.token_hex(4)}")
+
+    told = jax_job(2, 4).run(save_to_and_load_from_a_bucket, s3_endpoint, f"s3://{bucket.name}/ckpt")
+
+    assert told == [("upload", [])] * 2
+    assert {key.removeprefix("ckpt/"): bucket.get(key) for key in bucket.objects()} == content(reference)
+    assert not bucket.uploads()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import boto3
 from botocore.config import Config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KEY, SECRET, REGION = "test-key", "test-secret-0123456789", "us-east-1"
 
@@ -49,3 +55,10 @@ class Bucket:
     def uploads(self) -> list[str]:
         """Return the objects whose uploads have begun and not ended."""
         return [each["Key"] for each in self._s3.list_multipart_uploads(Bucket=self.name).get("Uploads", [])]
+
+
+@contextmanager
+def reaching(endpoint: str) -> Iterator[None]:
+    """Let obstore use a server in this block, in a process that did not inherit the variables for it."""
+    with mock.patch.dict(os.environ, Bucket.environment(endpoint)):
+        yield

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.tools.slow_http import slow_web
 
 from shardferry.conversions import StripPrefix
 from shardferry.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidInputError, ShardferryError
@@ -106,6 +108,19 @@ def test_a_path_that_one_rank_lacks_is_named_as_that_rank_gave_it(tmp_path: Path
     assert isinstance(outcomes[1], CheckpointNotFoundError)
     assert_all_name(outcomes, str(tmp_path / "not" / "there"))
     assert "rank 1" in str(outcomes[0])
+
+
+def test_urls_that_differ_are_told_apart_by_what_they_give(tmp_path: Path) -> None:
+    for name, values in (("step-1", W), ("copy", W), ("step-2", W + 1)):
+        save(tmp_path / name, w=values)
+    with slow_web(tmp_path, latency_ms=0, rate_mb=1000) as url:
+        outcomes, _ = load_each([replace(request(tmp_path), path=f"{url}/{name}") for name in ("step-1", "copy")])
+        assert not any(isinstance(outcome, BaseException) for outcome in outcomes), outcomes
+        outcomes, adapters = load_each(
+            [replace(request(tmp_path), path=f"{url}/{name}") for name in ("step-1", "step-2")]
+        )
+    assert_all_name(outcomes, "rank 1", f"{url}/step-1", f"{url}/step-2", "model.safetensors")
+    assert not any(adapter.arrays for adapter in adapters)
 
 
 def shared(read_once: str, exchange_bytes: int = MIB) -> Sharing:

@@ -73,3 +73,38 @@ def test_a_file_truncated_while_four_ranks_read_it_is_an_error_on_all(
     """Thin rows come out of a mapping, from which a page that is gone would be SIGBUS."""
     said = ranks(4).run(load_and_truncate, checkpoint, dim)
     assert all("model.safetensors" in text and "10000 bytes" in text for text in said), said
+
+
+def load_with_a_wrong_timeout_on_rank_1(path: str) -> tuple[str, float]:
+    """Load wrongly, then rightly; return the error and a value."""
+    state = {"w0": torch.zeros(ROWS, COLUMNS)}
+    wrong = {"timeout_s": "soon"} if dist.get_rank() else {}
+    with pytest.raises(ShardferryError) as caught:
+        sf.load_state_dict(state, path, strict=False, **wrong)  # type: ignore[arg-type]  # on purpose
+    state["w1"] = torch.zeros(ROWS, COLUMNS)
+    sf.load_state_dict(state, path, strict=False)
+    return str(caught.value), float(state["w1"][0, 0])
+
+
+def test_a_wrong_option_on_one_rank_is_told_to_all_and_does_not_unpair_their_calls(
+    ranks: RankPool, checkpoint: str
+) -> None:
+    for text, value in ranks(2).run(load_with_a_wrong_timeout_on_rank_1, checkpoint):
+        assert "timeout_s is 'soon'; it must be a positive number of seconds" in text
+        assert value == 1
+
+
+def load_after_rank_1_has_left_a_load_out(path: str, out: str) -> str:
+    state = {"w0": torch.zeros(ROWS, COLUMNS)}
+    call = partial(sf.save_state_dict, state, out) if dist.get_rank() else partial(sf.load_state_dict, state, path)
+    with pytest.raises(ShardferryError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_rank_that_has_left_a_call_out_is_told_what_the_others_call(
+    ranks: RankPool, checkpoint: str, tmp_path: Path
+) -> None:
+    said = ranks(2).run(load_after_rank_1_has_left_a_load_out, checkpoint, str(tmp_path / "out"))
+    assert all('"compare what to save"' in text and '"open checkpoint"' in text for text in said), said
+    assert all("must make the same calls in the same order" in text for text in said), said

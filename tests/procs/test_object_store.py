@@ -7,6 +7,7 @@ import re
 import secrets
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 ROWS = 1 << 16
 # Columns of a row of 2 MiB, which is too long to be read whole.
 COLUMNS = 1 << 19
+TIMEOUT_S = 6.0
 # Requests that are not for the first bytes of a file.
 TENSORS = r"GET .*bytes=(?!0-131071)"
 
@@ -57,11 +59,13 @@ def save_on_each_rank(endpoint: str, url: str) -> tuple[int, int]:
         return total.bytes_written, total.peak_extra_bytes
 
 
-def load_on_each_rank(endpoint: str, url: str, sharder: str, nodes: list[int]) -> tuple[int, int]:
+def load_on_each_rank(
+    endpoint: str, url: str, sharder: str, nodes: list[int], timeout_s: float = 600.0
+) -> tuple[int, int]:
     with reaching(endpoint):
         model = Block(ROWS)
         {"fsdp": shard_fsdp, "tp": shard_tp}[sharder](model)
-        total = sf.load_model(model, url, node_of_rank=nodes).total
+        total = sf.load_model(model, url, node_of_rank=nodes, timeout_s=timeout_s).total
     expected = block()
     {"fsdp": shard_fsdp, "tp": shard_tp}[sharder](expected)
     for (name, one), two in zip(model.named_parameters(), expected.parameters(), strict=True):
@@ -198,6 +202,24 @@ def test_what_one_rank_is_told_ends_the_load_on_all(ranks: RankPool, store: tupl
 
     assert {outcome.status for outcome in outcomes} == {"raised"}
     assert all("ckpt/model-" in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+
+
+@pytest.mark.parametrize("kind", ["trickle", "stall", "status"])
+def test_a_server_that_brings_nothing_ends_the_load_on_all_within_the_time_given(
+    ranks: RankPool, store: tuple[Bucket, Proxy], kind: str
+) -> None:
+    bucket, state = store
+    url = f"s3://{bucket.name}/ckpt"
+    ranks(2).run(save_on_each_rank, state.url, url)
+    state.fault = Fault(kind, match=TENSORS)
+    began = time.monotonic()
+
+    outcomes = ranks(2).outcomes(load_on_each_rank, state.url, url, "tp", [0, 1], TIMEOUT_S)
+
+    assert {outcome.status for outcome in outcomes} == {"raised"}
+    assert all("ckpt/model-" in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+    assert all("gave up after" in outcome.error for outcome in outcomes), [outcome.error for outcome in outcomes]
+    assert max(outcome.ended_at for outcome in outcomes) - began < 5 * TIMEOUT_S
 
 
 def test_a_refused_part_ends_the_save_on_all_and_leaves_nothing(ranks: RankPool, store: tuple[Bucket, Proxy]) -> None:

@@ -12,9 +12,10 @@ from tests.tools.servers import Fault, Proxy, proxy
 from shardferry.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError, StorageError
 from shardferry.execute.open import open_checkpoint
 from shardferry.format.index import FileInfo
-from shardferry.storage.client import Patience
+from shardferry.storage.client import OPEN_PATIENCE, PATIENCE, Patience
 from shardferry.storage.location import locate
 from shardferry.storage.object import ObjectFile, ObjectFiles, ObjectSource, Pin
+from shardferry.storage.objecttarget import WRITE_PATIENCE
 from shardferry.storage.url import redact_all
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tests.tools.s3 import Bucket
 
 CONTENT = bytes(np.random.default_rng(3).integers(0, 256, 5_000_000, np.uint8))
-SHORT = Patience(stall_s=0.5, retry_s=2.0)
+SHORT = Patience(stall_s=0.5, request_s=1.0, retry_s=2.0)
 
 
 @pytest.fixture
@@ -82,7 +83,16 @@ def test_a_broken_answer_is_continued_where_it_ended(stored: tuple[ObjectFile, B
     assert starts[1] > 0
 
 
-@pytest.mark.parametrize("kind", ["drip", "status"])
+@pytest.mark.parametrize("patience", [PATIENCE, OPEN_PATIENCE, WRITE_PATIENCE])
+def test_a_store_is_given_up_within_the_time_that_a_caller_gives(patience: Patience) -> None:
+    assert patience.within(600.0) == patience
+    for timeout_s in (1.0, 30.0, 600.0):
+        short = patience.within(timeout_s)
+        assert short.retry_s + short.request_s <= timeout_s + 1e-9  # the last request begins before `retry_s`
+        assert short.stall_s <= short.request_s
+
+
+@pytest.mark.parametrize("kind", ["drip", "trickle", "status"])
 def test_what_does_not_pass_is_an_error_in_bounded_time(
     stored: tuple[ObjectFile, Bucket], faulty: Proxy, kind: str
 ) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 START_S = 30.0
 SEND_BYTES = 256 << 10
+TRICKLE_S = 0.1
 HOW_TO_GET_NGINX = "nginx is not installed: apt-get install nginx-light"
 
 NGINX = """daemon off; master_process off; pid {home}/pid; error_log {home}/error warn;
@@ -117,8 +118,8 @@ class Fault:
     Attributes:
         kind: `status` (the answer has only `code`), `lost` (the request is carried out, the answer is `code`), `reset`
             and `truncate` (the connection breaks in the middle of the body, by RST or a clean close), `length` (another
-            size of the object is told), `etag` (another ETag), `drip` (one byte, then silence), `stall` (no
-            answer), `whole` and `unconditional` (the range, or the condition, is ignored).
+            size of the object is told), `etag` (another ETag), `drip` (one byte, then silence), `trickle` (a byte now
+            and then), `stall` (no answer), `whole` and `unconditional` (the range, or the condition, is ignored).
         every: Which of the requests that match: every n-th, the n-th first.
         first: How many are spared before counting begins.
         times: How often at most.
@@ -279,8 +280,15 @@ class _Handler(BaseHTTPRequestHandler):
                 if name.lower() == "content-range":
                     headers[name] = headers[name].rpartition("/")[0] + f"/{10**9}"
             return False
-        part = content[:1] if fault.kind == "drip" else content[: len(content) // 2]
         self.head(status, headers, len(content))
+        if fault.kind == "trickle":
+            for byte in content:
+                self.wfile.write(bytes([byte]))
+                if self.proxy.closing.wait(TRICKLE_S):
+                    break
+            self.close_connection = True
+            return True
+        part = content[:1] if fault.kind == "drip" else content[: len(content) // 2]
         self.wfile.write(part)
         self.wfile.flush()
         if fault.kind == "drip":

@@ -291,7 +291,7 @@ def _plan_own(group: Group, known: _Known, request: Request) -> LoadPlan:
     if origins.is_checker(group.rank):
         used = names_in(index, (known.tables[peer].used for peer in origins.peers(group.rank)))
         files = sorted({file for name in used for file in index.tensors[name].files})
-        check_files(origins, group.rank, request.path, index, files)
+        check_files(origins, group.rank, request.path, index, files, timeout_s=group.timeout_s)
     return plan
 
 
@@ -323,7 +323,7 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
     def read() -> bytes:
         with work.mine.timed("allocate"):
             destinations = work.adapter.allocate(plan, meter)
-        where = locate_again(work.request.path, work.checkpoint.root)
+        where = locate_again(work.request.path, work.checkpoint.root, timeout_s=work.group.timeout_s)
         store = where.open_store(work.checkpoint.files)
         threads = read_threads(work.nodes, work.group.rank, is_local=where.is_local)
         most = work.request.budget_bytes // (threads * BUFFERS_PER_THREAD)

@@ -6,6 +6,7 @@ problem means.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from dataclasses import replace
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, strict: bool = True, variant: str | None = None
+    path: str | os.PathLike[str], *, strict: bool = True, variant: str | None = None, timeout_s: float = math.inf
 ) -> CheckpointIndex:
     """Return the index of a checkpoint after reading and checking every header; no tensor is read.
 
@@ -37,6 +38,7 @@ def open_checkpoint(
             then on the Hub.
         strict: False goes on where the format forbids what common readers load; every such choice becomes a warning.
         variant: Which variant to open of a folder that holds several, e.g. `"fp16"` for `model.fp16.safetensors`.
+        timeout_s: Within this a server that does not answer is an error; what is set by default is a minute and a half.
 
     Returns:
         Every tensor's dtype, shape, file and bytes. What is odd but harmless is in its `warnings`, and warned about.
@@ -47,7 +49,7 @@ def open_checkpoint(
         StorageError: If a file is there but cannot be read.
         InvalidInputError: If `variant` is given for a single file.
     """
-    index, problems = survey_checkpoint(path, variant=variant)
+    index, problems = survey_checkpoint(path, variant=variant, timeout_s=timeout_s)
     error = refusal(problems, redact(os.fspath(path)), strict=strict)
     if error is not None:
         raise error
@@ -58,7 +60,7 @@ def open_checkpoint(
 
 
 def survey_checkpoint(
-    path: str | os.PathLike[str], *, variant: str | None
+    path: str | os.PathLike[str], *, variant: str | None, timeout_s: float = math.inf
 ) -> tuple[CheckpointIndex, tuple[Problem, ...]]:
     """Return what can be made of a checkpoint and everything that is wrong with it, acceptable or not.
 
@@ -69,7 +71,7 @@ def survey_checkpoint(
         StorageError: If a file is there but cannot be read.
         InvalidInputError: If `variant` is given for a single file.
     """
-    where = locate(path, variant)
+    where = locate(path, variant, timeout_s=timeout_s)
     check_there(where)
     if where.entry is not None and variant is not None:
         file = f"{where.root}/{where.entry}"

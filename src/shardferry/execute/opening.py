@@ -82,7 +82,9 @@ def share_opened(group: Group, call: Call) -> Opened:
     def work() -> bytes:
         if group.rank:
             return _said(call, nodes)
-        index = open_checkpoint(call.path, strict=call.checkpoint_strict, variant=call.variant)
+        index = open_checkpoint(
+            call.path, strict=call.checkpoint_strict, variant=call.variant, timeout_s=group.timeout_s
+        )
         cost = storage_cost(index)
         mine.append((index, cost))
         if group.world_size == 1:
@@ -143,7 +145,9 @@ def _share_samples(group: Group, index: CheckpointIndex) -> dict[str, str]:
 
     def work() -> bytes:
         files = () if group.rank else tuple(index.files)
-        return json.dumps(sample_files(locate(index.root).files, index, files) if files else {}).encode()
+        return json.dumps(
+            sample_files(locate(index.root, timeout_s=group.timeout_s).files, index, files) if files else {}
+        ).encode()
 
     samples: dict[str, str] = json.loads(together(group, "sample files", work)[0])
     return samples

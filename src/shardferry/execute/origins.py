@@ -101,7 +101,9 @@ def is_in_doubt(nodes: Sequence[int], origins: Sequence[Origin]) -> bool:
     )
 
 
-def check_files(origins: Origins, rank: int, path: str, index: CheckpointIndex, files: Collection[str]) -> None:
+def check_files(
+    origins: Origins, rank: int, path: str, index: CheckpointIndex, files: Collection[str], *, timeout_s: float
+) -> None:
     """Check that the files a rank reads are those that rank 0 has opened; called by checkers.
 
     Args:
@@ -110,13 +112,14 @@ def check_files(origins: Origins, rank: int, path: str, index: CheckpointIndex, 
         path: The checkpoint on this rank.
         index: What rank 0 has opened.
         files: Those files of it that this rank and its peers read.
+        timeout_s: Within this a server that does not answer is an error.
 
     Raises:
         CheckpointError: If one is not; names the rank, both places and the file.
         StorageError: If one cannot be read.
     """
     mine, first = origins.by_rank[rank], origins.by_rank[0]
-    where = locate_again(path, index.root)
+    where = locate_again(path, index.root, timeout_s=timeout_s)
     try:
         for file in files:
             # Of an object whose version rank 0 has told, every request asks for that version.

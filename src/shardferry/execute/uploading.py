@@ -137,7 +137,7 @@ class Uploading:
         """Prepare to upload; `begin` must follow."""
         self.remarks: tuple[str, ...] = ()
         self._group = group
-        self._target = ObjectTarget(url)
+        self._target = ObjectTarget(url, group.timeout_s)
         self._layout = layout
         self._mine = {file.name: file for file in layout.files if owners[file.name] == group.rank}
         self._uploads: Uploads | None = None

@@ -193,7 +193,7 @@ def _look(group: Group, here: _Here, request: JobRequest) -> NodePlan:
         if here.origins.is_checker(group.rank):
             stored = {leaf.key for wanted in here.wanted for leaf in leaves(wanted.source)}
             files = sorted({file for name in stored for file in here.checkpoint.tensors[name].files})
-            check_files(here.origins, group.rank, request.path, here.checkpoint, files)
+            check_files(here.origins, group.rank, request.path, here.checkpoint, files, timeout_s=group.timeout_s)
         if group.rank != here.ranks[0]:
             return b""
         return json.dumps(look_at(here.checkpoint, here.wanted, here.cost.seek_bytes, request.warm.when_short)).encode()

@@ -60,7 +60,7 @@ def open_group(timeout_s: float) -> Group:
         RankFailedError: If a process failed or did not call within `timeout_s`.
     """
     if jax.process_count() == 1:
-        return SoloGroup()
+        return SoloGroup(timeout_s)
     state = distributed.global_state
     last = _calls.prefix
     _calls.next(state.client)

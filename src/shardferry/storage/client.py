@@ -38,19 +38,24 @@ class Patience(NamedTuple):
 
     Attributes:
         stall_s: After so long without a byte a request is given up and made again.
-        retry_s: A request that keeps failing, without a byte between, is an error after this.
+        request_s: The same after so long in all: it may be that bytes trickle.
+        retry_s: Requests that fail for so long, and bring nothing, are an error.
     """
 
     stall_s: float
+    request_s: float
     retry_s: float
+
+    def within(self, timeout_s: float) -> Patience:
+        """Return what ends in an error within `timeout_s`: this, or the same in less time."""
+        scale = min(1.0, timeout_s / (self.retry_s + self.request_s))  # the last request begins before `retry_s`
+        return Patience(*(seconds * scale for seconds in self))
 
 
 # Guesses: longer than any pause of a working store, shorter than anybody waits for a broken one.
-PATIENCE = Patience(stall_s=20.0, retry_s=120.0)
-# A checkpoint that is being opened may be a typing error: nobody waits long to be told.
-OPEN_PATIENCE = Patience(stall_s=20.0, retry_s=15.0)
-# A request of 16 MiB that takes longer than this many stalls is slower than 140 kB/s, and is made again.
-REQUEST_STALLS = 6
+PATIENCE = Patience(stall_s=20.0, request_s=60.0, retry_s=120.0)
+# A checkpoint that is being opened may be a typing error: nobody waits long to be told. One stall is let pass.
+OPEN_PATIENCE = PATIENCE._replace(retry_s=25.0)
 # Pauses between attempts double up to the second (guesses, as most clients of object stores have them).
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # A pause looks this often whether the work is to stop.
@@ -120,7 +125,7 @@ def _make_client(
         "allow_http": not url.startswith("https://"),  # a store's own endpoints are https; http is what the user gave
         "connect_timeout": timedelta(seconds=min(patience.stall_s, 10)),
         "read_timeout": timedelta(seconds=patience.stall_s),
-        "timeout": timedelta(seconds=patience.stall_s * REQUEST_STALLS),
+        "timeout": timedelta(seconds=patience.request_s),
     }
     retry: RetryConfig = {"max_retries": 10 if retries else 0, "retry_timeout": timedelta(seconds=patience.retry_s)}
     try:
@@ -184,12 +189,11 @@ class Trouble:
         """Watch over requests to `where`, as messages name it."""
         self._where = where
         self._patience = patience
-        self._since: float | None = None
-        self._tries = 0
+        self._since, self._tries = time.monotonic(), 0
 
     def clear(self) -> None:
         """Forget failures: something has arrived."""
-        self._since, self._tries = None, 0
+        self._since, self._tries = time.monotonic(), 0
 
     def wait(self, error: Exception, check: Callable[[], None]) -> None:
         """Pause before the next attempt.
@@ -207,7 +211,6 @@ class Trouble:
         if (permanent and status not in TRANSIENT) or (status is not None and status not in TRANSIENT):
             raise translate(error, self._where) from None
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
         self._tries += 1
         if now - self._since >= self._patience.retry_s:
             raise StorageError(

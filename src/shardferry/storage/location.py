@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -47,13 +48,14 @@ class Location:
     is_local: bool
 
 
-def locate(path: str | os.PathLike[str], variant: str | None = None) -> Location:
+def locate(path: str | os.PathLike[str], variant: str | None = None, *, timeout_s: float = math.inf) -> Location:
     """Return what is behind a path or URL. Nothing is read from it yet, and no connection is made.
 
     Args:
         path: A path, `file://`, `s3://`, `gs://`, `az://`, `http(s)://`, `hf://org/name[@revision]`, or a bare
             `org/name` that is no path here but in the local Hugging Face cache, or else on the Hub.
         variant: Variant of the file names to look for where nothing can be listed.
+        timeout_s: Within this a server that does not answer is an error; two or three minutes are the most.
 
     Raises:
         InvalidInputError: If it is a URL of an unknown scheme or without a host, or a package is missing.
@@ -65,7 +67,7 @@ def locate(path: str | os.PathLike[str], variant: str | None = None) -> Location
     if scheme is None:
         hub = parse_hub_path(text)
         if hub is not None and not os.path.lexists(text):
-            return _locate_hub(hub) if cached_snapshot(hub) or not is_offline() else _locate_local(text)
+            return _locate_hub(hub, timeout_s) if cached_snapshot(hub) or not is_offline() else _locate_local(text)
         return _locate_local(text)
     if scheme == "file":
         return _locate_local(_path_of(text))
@@ -73,30 +75,32 @@ def locate(path: str | os.PathLike[str], variant: str | None = None) -> Location
         hub = parse_hub_path(text)
         if hub is None:
             raise InvalidInputError(f"{text} must be hf://org/name, hf://org/name@revision, or a file of one")
-        return _locate_hub(hub)
+        return _locate_hub(hub, timeout_s)
     from shardferry.storage.client import PATIENCE  # noqa: PLC0415 - as in `_local_store`
     from shardferry.storage.object import ObjectSource, WebSource  # noqa: PLC0415
 
     url = parse_url(_whole.get(text, text))
     if len(_whole) < MAX_REMEMBERED:
         _whole.setdefault(redact(url.folder), url.folder)
+    patience = PATIENCE.within(timeout_s)
     if scheme in HTTP_SCHEMES:
-        return _remote(WebSource(url.folder, PATIENCE, likely_names(variant)), url.entry)
-    return _remote(ObjectSource(url.folder, PATIENCE), url.entry)
+        return _remote(WebSource(url.folder, patience, likely_names(variant)), url.entry, timeout_s)
+    return _remote(ObjectSource(url.folder, patience), url.entry, timeout_s)
 
 
-def locate_again(path: str | os.PathLike[str], root: str) -> Location:
+def locate_again(path: str | os.PathLike[str], root: str, *, timeout_s: float) -> Location:
     """Return what is behind the path of a checkpoint that another rank has opened.
 
     Args:
         path: What both ranks were given; it may be local here and not there.
         root: Root of the index that the other rank made; on the Hub it names the commit, where a branch may move.
+        timeout_s: As for `locate`.
 
     Raises:
         ShardferryError: As `locate`.
     """
-    where = locate(path)
-    return locate(root) if root.startswith("hf://") and not where.is_local else where
+    where = locate(path, timeout_s=timeout_s)
+    return locate(root, timeout_s=timeout_s) if root.startswith("hf://") and not where.is_local else where
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -148,7 +152,7 @@ def _local_store(root: str, _: Mapping[str, FileInfo]) -> Store:
     return LocalStore(root)
 
 
-def _locate_hub(hub: HubPath) -> Location:
+def _locate_hub(hub: HubPath, timeout_s: float) -> Location:
     snapshot = cached_snapshot(hub)
     if snapshot is not None:
         return _locate_local(f"{snapshot}/{hub.entry}" if hub.entry else snapshot)
@@ -160,17 +164,17 @@ def _locate_hub(hub: HubPath) -> Location:
     from shardferry.storage.client import PATIENCE  # noqa: PLC0415 - as in `_local_store`
     from shardferry.storage.hub import HubSource  # noqa: PLC0415
 
-    return _remote(HubSource(hub, PATIENCE), hub.entry)
+    return _remote(HubSource(hub, PATIENCE.within(timeout_s)), hub.entry, timeout_s)
 
 
-def _remote(source: Source, entry: str | None) -> Location:
+def _remote(source: Source, entry: str | None, timeout_s: float) -> Location:
     from shardferry.storage.client import OPEN_PATIENCE, PATIENCE  # noqa: PLC0415 - as in `_local_store`
     from shardferry.storage.object import ObjectFiles, ObjectStore  # noqa: PLC0415
 
     return Location(
         root=source.root,
         entry=entry,
-        files=ObjectFiles(source, OPEN_PATIENCE),
-        open_store=lambda files: ObjectStore(source, files, PATIENCE),
+        files=ObjectFiles(source, OPEN_PATIENCE.within(timeout_s)),
+        open_store=lambda files: ObjectStore(source, files, PATIENCE.within(timeout_s)),
         is_local=False,
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardferry.format.oldfiles import Content, Naming
 
 # Completing a large upload may take a store a minute or two, in which it sends nothing.
-WRITE_PATIENCE = Patience(stall_s=120.0, retry_s=300.0)
+WRITE_PATIENCE = Patience(stall_s=120.0, request_s=240.0, retry_s=240.0)
 # A marker older than this belongs to no running save: completing uploads takes seconds (a guess, with much room).
 STALE_S = 600.0
 
@@ -63,8 +63,12 @@ class ObjectState:
 class ObjectTarget:
     """A folder of an object store, as the target of a save."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout_s: float) -> None:
         """Write below `url`; nothing is asked yet.
+
+        Args:
+            url: Of the folder.
+            timeout_s: Within this a store that does not answer is an error.
 
         Raises:
             InvalidInputError: If nothing can be written there.
@@ -77,12 +81,13 @@ class ObjectTarget:
             )
         self.root = redact(url).rstrip("/")
         self._url = url.rstrip("/")
+        self._patience = WRITE_PATIENCE.within(timeout_s)
         self._tag: str | None = None
 
     @cached_property
     def client(self) -> Client:
         """Writes below the folder."""
-        return make_client(self._url, WRITE_PATIENCE, retries=True)
+        return make_client(self._url, self._patience, retries=True)
 
     def look(self, naming: Naming) -> ObjectState:
         """Return what is there.

@@ -47,7 +47,7 @@ def open_group(timeout_s: float) -> Group:
         RankFailedError: If a rank failed or did not call within `timeout_s`.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return SoloGroup()
+        return SoloGroup(timeout_s)
     rank = dist.get_rank()
     store = _own_connection(_default_store())
     return connect(

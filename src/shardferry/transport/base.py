@@ -53,6 +53,11 @@ class Group(Protocol):
         ...
 
     @property
+    def timeout_s(self) -> float:
+        """Seconds that a rank may show no sign of life, and within which a server that does not answer is an error."""
+        ...
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """Per rank, the machine it runs on: equal strings mean one kernel, so one page cache."""
         ...

@@ -78,7 +78,7 @@ def connect(
         if hub is not None:
             hub.close()
         raise
-    group = HubGroup(link, hub, rank=rank, world_size=world_size, hub_host=invitation.host)
+    group = HubGroup(link, hub, rank=rank, world_size=world_size, hub_host=invitation.host, timeout_s=timeout_s)
     try:
         group.join(invitation.token, host)
         if rank == 0:

@@ -22,9 +22,12 @@ TOLD_WITHIN_S = 5.0
 class HubGroup:
     """A group over a link to the hub; on rank 0 it also owns the hub."""
 
-    def __init__(self, link: Link, hub: Hub | None, *, rank: int, world_size: int, hub_host: str) -> None:
+    def __init__(
+        self, link: Link, hub: Hub | None, *, rank: int, world_size: int, hub_host: str, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.timeout_s = timeout_s
         self.hosts: tuple[str, ...] = ()
         self._link = link
         self._hub = hub

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Self
 
 from shardferry.transport.host import host_identities, this_host
@@ -43,7 +44,8 @@ class SoloGroup:
     rank = 0
     world_size = 1
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = math.inf) -> None:
+        self.timeout_s = timeout_s
         self.hosts = host_identities([this_host()])
 
     def enter(self, step: str) -> None:

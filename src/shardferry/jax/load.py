@@ -54,6 +54,7 @@ class LoadOptions(TypedDict, total=False):
             predicted to be faster, which it is not where all share one page cache; `"always"`; or `"never"`.
         exchange_bytes: Memory a process may use for such an exchange, as a part of `budget_bytes`; 256 MiB by default.
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
+            Within this time, and within minutes in any case, so is a server that brings nothing.
     """
 
     cast: Cast

@@ -43,6 +43,7 @@ class WarmOptions(TypedDict, total=False):
             `"refuse"` raises.
         on_progress: Called on every process with its own `Progress`, from the reading threads.
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
+            Within this time, and within minutes in any case, so is a server that brings nothing.
     """
 
     conversions: Sequence[Rule]

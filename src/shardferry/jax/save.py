@@ -64,6 +64,7 @@ class SaveOptions(TypedDict, total=False):
         on_progress: Called on every process with its own `Progress`.
         budget_bytes: Memory a process may use beside the arrays; 256 MiB by default.
         timeout_s: A process that shows no sign of life for so long is given up, 600 by default. Slow ones are not.
+            Within this time, and within minutes in any case, so is a server that brings nothing.
     """
 
     conversions: Sequence[Rule]

@@ -56,7 +56,8 @@ class LoadOptions(TypedDict, total=False):
         read_once: Whether one rank reads what several want, and sends it to them: `"auto"` (default) if that is
             predicted to be faster, which it is not where all ranks share one page cache; `"always"`; or `"never"`.
         exchange_bytes: Memory a rank may use for such an exchange, as a part of `budget_bytes`; 256 MiB by default.
-        timeout_s: A rank that shows no sign of life for so long is given up, 600 by default. Slow ranks are not.
+        timeout_s: A rank that shows no sign of life for so long is given up, 600 by default. Slow ranks are not. Within
+            this time, and within minutes in any case, so is a server that brings nothing.
     """
 
     cast: bool

@@ -68,7 +68,8 @@ class SaveOptions(TypedDict, total=False):
         hub_limits: Refuse an index above the 10 MiB that the Hub's tools read, instead of warning.
         on_progress: Called on every rank with its own `Progress`.
         budget_bytes: Memory a rank may use beside the tensors; 256 MiB by default.
-        timeout_s: A rank that shows no sign of life for so long is given up, 600 by default. Slow ranks are not.
+        timeout_s: A rank that shows no sign of life for so long is given up, 600 by default. Slow ranks are not. Within
+            this time, and within minutes in any case, so is a server that brings nothing.
     """
 
     dtype: torch.dtype | None

@@ -57,8 +57,8 @@ RATE_MB = 100
 EVEN, ODD = (6144, 4096), (6143, 4093)
 NAMES = ("embed", "up", "down", "head")
 SPECS: dict[str, tuple[Any, ...]] = {"rows": (("data", "model"),), "columns": (None, ("data", "model")), "all": ()}
-# What any way takes at a time, of memory that is there already.
-AWAKE_BYTES = 1 << 30
+# What most ways take at a time: it is to be there already.
+AWAKE_BYTES = 640 << 20
 
 
 class Row(NamedTuple):

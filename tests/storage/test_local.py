@@ -21,6 +21,7 @@ from shardferry.storage import local
 from shardferry.storage.base import Place, Rows
 from shardferry.storage.local import BLOCK_BYTES, LocalFile, LocalStore
 from shardferry.storage.mapping import GuardedMapping
+from shardferry.storage.pagecache import resident_bytes
 from shardferry.storage.placement import advise_huge_pages, bytes_off_band, place_bytes
 from shardferry.testing.strategies import intervals
 from shardferry.units import MIB
@@ -50,6 +51,45 @@ def test_reads_are_exact(folder: Path, start: int, size: int) -> None:
         file.read_into(out, start, lambda count, requests: counted.append((count, requests)))
     assert np.array_equal(out, DATA[start : start + size])
     assert sum(count for count, _ in counted) == size
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Path:
+    """A folder with a file of 8 MiB of which the page cache holds nothing."""
+    path = tmp_path / "data"
+    path.write_bytes(DATA[:MIB].tobytes() * 8)
+    with path.open("rb") as file:
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if resident_bytes(file.fileno(), 0, 8 * MIB) != 0:
+            pytest.skip("this filesystem is memory: nothing can be evicted from it")
+    return path
+
+
+def test_what_a_node_wants_a_part_of_is_fetched_to_the_byte(cold: Path) -> None:
+    out = np.zeros(4 * MIB, np.uint8)
+    with LocalStore(cold.parent).open("data") as file, cold.open("rb") as raw:
+        file.read_into(out, MIB, nothing)
+        assert resident_bytes(raw.fileno(), MIB, 5 * MIB) == 4 * MIB
+        assert resident_bytes(raw.fileno(), 0, 8 * MIB) == 4 * MIB
+    assert np.array_equal(out, np.tile(DATA[:MIB], 4))
+
+
+def test_what_a_node_wants_whole_is_fetched_in_blocks(cold: Path) -> None:
+    out = np.zeros(4096, np.uint8)
+    with LocalStore(cold.parent, {"data"}).open("data") as file, cold.open("rb") as raw:
+        file.read_into(out, 5 * MIB, nothing)
+        assert resident_bytes(raw.fileno(), 4 * MIB, 6 * MIB) == 2 * MIB
+        assert resident_bytes(raw.fileno(), 0, 4 * MIB) == 0
+    assert np.array_equal(out, DATA[:4096])
+
+
+def test_a_mapping_fetches_no_bytes_beyond_the_end_and_none_of_a_file_that_shrank(cold: Path) -> None:
+    os.truncate(cold, 3 * MIB)
+    with LocalStore(cold.parent, {"data"}).open("data") as file:
+        os.truncate(cold, MIB)
+        with pytest.raises(StorageError, match=f"the file ends at {MIB} bytes"):
+            file.read_into(np.zeros(MIB, np.uint8), 2 * MIB, nothing)
 
 
 @given(intervals(100).filter(bool), st.sampled_from([(1, 7), (1, 4096), (len(DATA) // 100, 4 * MIB)]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -85,6 +86,8 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 * MIB
 # Of a piece that comes through a network, of which a request holds a chunk only: as fast as any (measured: nginx).
 REMOTE_PIECE_BYTES = 8 * MIB
+# Part of a file's bytes that must be wanted for the rest to be read along with them.
+NEARLY_ALL = 0.98
 # What one thread may hold of the budget, in pieces: a ring of three, what a cast needs beside it, and a block of rows.
 BUFFERS_PER_THREAD = 8
 
@@ -176,8 +179,9 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
         unfitting = _unfitting(index, tables)
         raise_problems(unfitting, strict=request.strict)
     with mine.timed("plan"):
-        reading = _plan(group, _Known(opened, matching, tables), request)
-    reports = _read(_Work(group, adapter, reading, index, nodes, request, mine))
+        known = _Known(opened, matching, tables)
+        reading = _plan(group, known, request)
+    reports = _read(_Work(group, adapter, reading, index, _wanted_whole(known), nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
     unmatched = tuple(map(describe_rule, matching.unmatched))
     report = LoadReport(
@@ -216,7 +220,8 @@ def _call(what: str, request: Request) -> Call:
     }
     if request.sharing is not None:
         options["read_once"] = request.sharing.read_once
-        options["exchange_bytes (at most budget_bytes)"] = request.sharing.exchange_bytes
+        if request.sharing.read_once != "never":
+            options["exchange_bytes (at most budget_bytes)"] = request.sharing.exchange_bytes
     return Call(what, request.path, request.checkpoint_strict, request.variant, request.node_of_rank, options)
 
 
@@ -306,11 +311,26 @@ def _wanted(known: _Known, rank: int) -> Iterator[Wanted]:
             yield Wanted(target.name, source, region)
 
 
+def _wanted_whole(known: _Known) -> frozenset[str]:
+    """Return the files of which the ranks of this node want all, or nearly: of those a node that is the only one.
+
+    Whatever the layouts, all ranks together hold every byte of a tensor that any of them uses.
+    """
+    index = known.opened.index
+    if len(set(known.opened.origins.nodes)) > 1:
+        return frozenset()
+    wanted: Counter[str] = Counter()
+    for name in names_in(index, (table.used for table in known.tables)):
+        wanted[index.tensors[name].file] += index.tensors[name].num_bytes
+    return frozenset(file for file, num_bytes in wanted.items() if num_bytes >= NEARLY_ALL * index.files[file].size)
+
+
 class _Work(NamedTuple):
     group: Group
     adapter: Adapter
     reading: Reading
     checkpoint: CheckpointIndex
+    wanted_whole: frozenset[str]
     nodes: Sequence[int]
     request: Request
     mine: RankReport
@@ -324,7 +344,7 @@ def _read(work: _Work) -> tuple[RankReport, ...]:
         with work.mine.timed("allocate"):
             destinations = work.adapter.allocate(plan, meter)
         where = locate_again(work.request.path, work.checkpoint.root, timeout_s=work.group.timeout_s)
-        store = where.open_store(work.checkpoint.files)
+        store = where.open_store(work.checkpoint.files, work.wanted_whole)
         threads = read_threads(work.nodes, work.group.rank, is_local=where.is_local)
         most = work.request.budget_bytes // (threads * BUFFERS_PER_THREAD)
         if not where.is_local and _is_direct(plan, destinations):

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote, urlsplit
 
 from shardferry.errors import CheckpointNotFoundError, InvalidInputError, StorageError
@@ -17,7 +17,7 @@ from shardferry.storage.hubpath import HubPath, cached_snapshot, is_offline, par
 from shardferry.storage.url import HTTP_SCHEMES, parse_url, redact, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Container, Mapping
 
     from shardferry.format.files import Files
     from shardferry.format.index import FileInfo
@@ -29,6 +29,19 @@ _whole: dict[str, str] = {}
 MAX_REMEMBERED = 1000
 
 
+class OpenStore(Protocol):
+    """Makes what reads tensors."""
+
+    def __call__(self, files: Mapping[str, FileInfo], wanted_whole: Container[str] = ..., /) -> Store:
+        """Return it.
+
+        Args:
+            files: What the job has agreed to read.
+            wanted_whole: Names of files of which this machine's ranks together want every byte.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where a checkpoint is.
@@ -37,14 +50,14 @@ class Location:
         root: What file names are relative to, as messages name it: a path, or a URL without secrets.
         entry: The file that the path names; None for a folder.
         files: Reads headers and indexes.
-        open_store: Makes what reads tensors, from the files that the job has agreed to read.
+        open_store: Makes what reads tensors.
         is_local: Whether it is a path of the file system, network mounts among them.
     """
 
     root: str
     entry: str | None
     files: Files
-    open_store: Callable[[Mapping[str, FileInfo]], Store]
+    open_store: OpenStore
     is_local: bool
 
 
@@ -146,10 +159,10 @@ def _locate_local(path: str) -> Location:
     )
 
 
-def _local_store(root: str, _: Mapping[str, FileInfo]) -> Store:
+def _local_store(root: str, _: Mapping[str, FileInfo], wanted_whole: Container[str] = ()) -> Store:
     from shardferry.storage.local import LocalStore  # noqa: PLC0415 - who only opens a checkpoint needs no NumPy
 
-    return LocalStore(root)
+    return LocalStore(root, wanted_whole)
 
 
 def _locate_hub(hub: HubPath, timeout_s: float) -> Location:
@@ -175,6 +188,6 @@ def _remote(source: Source, entry: str | None, timeout_s: float) -> Location:
         root=source.root,
         entry=entry,
         files=ObjectFiles(source, OPEN_PATIENCE.within(timeout_s)),
-        open_store=lambda files: ObjectStore(source, files, PATIENCE.within(timeout_s)),
+        open_store=lambda files, _=(): ObjectStore(source, files, PATIENCE.within(timeout_s)),
         is_local=False,
     )

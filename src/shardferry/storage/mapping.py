@@ -1,8 +1,15 @@
-"""Copying columns out of a file mapping, without the mapping being able to kill the process.
+"""A mapping of a file: to bring it into the page cache in large blocks, and to copy columns out of it safely.
 
-For thin rows, copying out of a mapping moves only the wanted bytes. Where they are in the page cache already that is up
-to twice as fast as reading whole rows, and elsewhere no slower. But a page that cannot be had is SIGBUS. Two things
-take that away:
+Blocks. What a read has to fetch comes in pages of 4 KiB, and a disk is asked for each run of them that happens to lie
+together in memory. A fault in a mapping that is advised MADV_HUGEPAGE fetches an aligned block of 2 MiB as one large
+folio where the filesystem has such (xfs, ext4 since Linux 6.16, btrfs), and pages as ever where it has not. 4 ranks,
+1 GB, cold, on a virtual disk: 0.50 s, against 1.02 s by reads with or without the kernel's read-ahead, and 0.46 s past
+the page cache (O_DIRECT), which would leave nothing for the next load. Whoever reads the file later gains too: mapping
+and copying what large folios hold takes a fraction of the time.
+
+Columns. For thin rows, copying out of a mapping moves only the wanted bytes. Where they are in the page cache already
+that is up to twice as fast as reading whole rows, and elsewhere no slower. But a page that cannot be had is SIGBUS. Two
+things take that away:
 
 * A page that is gone because the file shrank: a read lease (fcntl(2), F_SETLEASE) is held while a window of a few MiB
   is copied, and only then. Whoever wants to truncate the file or open it for writing waits until the lease is
@@ -11,24 +18,28 @@ take that away:
 * A page that cannot be read: the window is populated first (MADV_POPULATE_READ, Linux 5.14), which reports a
   failing disk as an error.
 
-Where no lease is to be had (not our file, a network or FUSE mount, an old kernel) there is no mapping, and rows
-are read the ordinary way.
+Where no lease is to be had (not our file, a network or FUSE mount, an old kernel) there is no window, and rows
+are read the ordinary way. Fetching needs none: nothing is copied out of the mapping, and an ordinary read of the same
+bytes, which comes after it, reports what is wrong.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import signal
 import threading
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, PAGE_BYTES, filesystem_type
+from shardferry.storage.filesystem import PAGE_BYTES
+from shardferry.storage.placement import HUGE_PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,31 +47,67 @@ if TYPE_CHECKING:
     from shardferry.storage.base import Bytes
 
 _F_SETSIG = 10  # asm-generic/fcntl.h; Python's fcntl does not name it on every build
-_MADV_POPULATE_READ = 22  # asm-generic/mman-common.h, Linux 5.14
+_MADV_HUGEPAGE = 14  # asm-generic/mman-common.h, as the next
+_MADV_POPULATE_READ = 22  # Linux 5.14
+# From here on a fault in a mapping advised so reads one block, and no more if it is advised MADV_RANDOM as well
+# (mm/filemap.c, do_sync_mmap_readahead).
+_READS_BLOCKS = (5, 18)
 # The kernel breaks a lease by force after this many seconds; a copied window takes milliseconds.
 _LEASE_BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _MIN_LEASE_S = 10
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 class GuardedMapping:
-    """A mapping of one open file that is used only while it is safe; threads may share it."""
+    """A mapping of one open file on a disk of this machine, used only while it is safe; threads may share it."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        """Map `size` bytes of the file if it can be guarded; else every window is None."""
+    def __init__(self, descriptor: int, size: int, *, wanted_whole: bool = False) -> None:
+        """Map `size` bytes of the file.
+
+        Args:
+            descriptor: The open file.
+            size: Its bytes.
+            wanted_whole: Whether this machine's ranks want all of it, so that what a block has beside the bytes asked
+                for is no waste.
+        """
         self._descriptor = descriptor
         self._size = size
+        self._wanted_whole = wanted_whole
         self._map: mmap.mmap | None = None
+        self._address = 0
+        self._has_blocks = False
+        self._can_be_guarded = _can_be_guarded()
         self._lock = threading.Lock()
         self._copying = 0
-        if size and _can_be_guarded(descriptor):
-            # ValueError: the file has shrunk meanwhile; OSError: the process has too many mappings already.
-            with suppress(ValueError, OSError):
-                self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        # ValueError: the file is empty or has shrunk meanwhile; OSError: the process has too many mappings already.
+        with suppress(ValueError, OSError):
+            self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+            self._address = np.frombuffer(self._map, np.uint8).ctypes.data
+            self._has_blocks = _kernel_reads_blocks() and self._advise(_MADV_HUGEPAGE)
+        if self._has_blocks and not wanted_whole:
+            self._advise(mmap.MADV_RANDOM)
+
+    def fetch(self, start: int, stop: int) -> None:
+        """Bring bytes [start, stop) of the file into the page cache, as far as whole blocks can.
+
+        A block that reaches beyond them is fetched only if all of the file is wanted. Errors are for the read that
+        comes after it to report.
+        """
+        if not self._has_blocks:
+            return
+        if self._wanted_whole:
+            first, last = start // HUGE_PAGE_BYTES, -(-stop // HUGE_PAGE_BYTES)
+        else:
+            first, last = -(-start // HUGE_PAGE_BYTES), stop // HUGE_PAGE_BYTES
+        if first < last:
+            self._populate(first * HUGE_PAGE_BYTES, min(last * HUGE_PAGE_BYTES, self._size))
 
     @contextmanager
     def window(self, start: int, stop: int) -> Iterator[Bytes | None]:
         """Give bytes [start, stop) of the file, safe to copy from inside the context; None if they must be read."""
-        if stop > self._size or not self._enter():
+        if stop > self._size or not self._can_be_guarded or not self._enter():
             yield None
             return
         try:
@@ -106,20 +153,27 @@ class GuardedMapping:
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
     def _populated(self, start: int, stop: int) -> Bytes | None:
-        if self._map is None:
-            return None
-        first = start // PAGE_BYTES * PAGE_BYTES
-        try:
-            self._map.madvise(_MADV_POPULATE_READ, first, stop - first)
-        except OSError:
+        if self._map is None or not self._populate(start // PAGE_BYTES * PAGE_BYTES, stop):
             return None  # an ordinary read of the same bytes reports the cause, with its offset
         return np.frombuffer(self._map, np.uint8, stop - start, start)
 
+    def _populate(self, start: int, stop: int) -> bool:
+        # Not mmap's own madvise, which keeps every other thread of Python waiting for the disk.
+        return not _libc.madvise(self._address + start, stop - start, _MADV_POPULATE_READ)
 
-def _can_be_guarded(descriptor: int) -> bool:
-    if filesystem_type(descriptor) not in LOCAL_FILESYSTEMS:
-        return False
+    def _advise(self, advice: int) -> bool:
+        return not _libc.madvise(self._address, self._size, advice)
+
+
+@cache
+def _can_be_guarded() -> bool:
     try:
         return int(_LEASE_BREAK_TIME.read_text(encoding="ascii")) >= _MIN_LEASE_S
     except OSError:
         return False
+
+
+@cache
+def _kernel_reads_blocks() -> bool:
+    major, minor, *_ = os.uname().release.split(".")
+    return (int(major), int(minor)) >= _READS_BLOCKS

@@ -186,5 +186,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory this rank holds: a DTensor's local tensor, or the tensor itself, detached."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():  # else to_local would record a graph
+    local = tensor._local_tensor  # noqa: SLF001 - to_local makes a view with its gradient's function: 50 times slower
+    if type(local) is torch.Tensor:
+        return local.detach()
+    with torch.no_grad():  # else to_local, which waits for what a collective is still writing, would record a graph
         return tensor.to_local().detach()

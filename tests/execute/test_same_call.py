@@ -153,11 +153,17 @@ def test_an_option_that_differs_by_rank_is_named_with_both_values(
     assert_all_name(outcomes, "ranks 0 and 1 call this load with different ", words)
 
 
-def test_nodes_of_many_ranks_are_shortened_in_the_error(tmp_path: Path) -> None:
+def test_memory_for_an_exchange_that_is_forbidden_may_differ(tmp_path: Path) -> None:
     path = save(tmp_path, w=W)
-    nodes = [list(range(8)), [0, 0, 1, 1, 2, 2, 3, 3]]
-    outcomes, _ = load_each([request(path, node_of_rank=nodes[rank // 7]) for rank in range(8)])
-    assert_all_name(outcomes, "ranks 0 and 7", "[0, 1, 2, 3, 4, 5, 6, 7] and [0, 0, 1, 1, 2, 2, 3, 3]")
+    outcomes, _ = load_each([request(path, sharing=shared("never", size)) for size in (MIB, 2 * MIB)])
+    assert not any(isinstance(outcome, BaseException) for outcome in outcomes), outcomes
+
+
+def test_nodes_of_many_ranks_are_compared_whole_and_shortened_in_the_error(tmp_path: Path) -> None:
+    path = save(tmp_path, w=W)
+    nodes = [list(range(17)), [*range(16), 15]]
+    outcomes, _ = load_each([request(path, node_of_rank=nodes[rank == 16]) for rank in range(17)])
+    assert_all_name(outcomes, "ranks 0 and 16 call this load with different node_of_rank: [0, 1, ", "15, 'hash ")
 
 
 def test_a_warm_up_names_an_option_that_differs(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardferry.transport.base import Group
 
 # Of jobs with more ranks, only so many nodes are told as they are, and of all a hash.
-MAX_TOLD_NODES = 64
+MAX_TOLD_NODES = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_measurement_the_filesystem_decides(make_mounts: MakeMounts, tmp_path: Path) -> None:
-    assert cost_model_for(Path("/dev/shm")) == PRESETS["local"]  # noqa: S108 - memory on every Linux
+    assert cost_model_for(Path("/dev/shm")) == PRESETS["memory"]  # noqa: S108 - memory on every Linux
     with make_mounts(tmp_path) as mounts:
         assert cost_model_for(mounts.paths[0]) == PRESETS["network_mount"]
 
@@ -108,7 +108,9 @@ def test_a_cost_model_has_a_presets_name_or_a_files(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"cost_model": cost_model_to_json(MEASURED)}))
     assert named_cost_model(str(file)) == MEASURED
-    with pytest.raises(InvalidInputError, match=r"'cloud' is neither a preset \(local, network_mount, object_store\)"):
+    with pytest.raises(
+        InvalidInputError, match=r"'cloud' is neither a preset \(local, memory, network_mount, object_st"
+    ):
         named_cost_model("cloud")
     with pytest.raises(InvalidInputError, match="is no regular file"):
         named_cost_model(str(tmp_path))

@@ -11,9 +11,11 @@ import pytest
 
 from shardferry.convert.ops import Stored, concatenate, transpose
 from shardferry.errors import CheckpointChangedError, RankFailedError, ShardingError
+from shardferry.execute.costs import mount_below, remember
 from shardferry.execute.reading import Sharing, check_plans
 from shardferry.geometry.region import Region, box, whole
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split
+from shardferry.plan.costmodel import PRESETS
 from shardferry.plan.match import Rules
 from shardferry.testing.groups import rank_outcomes, run_ranks
 from shardferry.units import MIB
@@ -89,6 +91,23 @@ def test_rows_columns_and_copies_arrive_in_any_number_of_rounds(
     if reports[0].strategy.startswith("read-once per job"):
         assert total.bytes_read == 3 * W.nbytes + 4 + 28
     assert "storage" in reports[0].strategy
+
+
+def test_files_that_are_memory_are_read_by_each_rank_without_asking_what_others_want(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = save(tmp_path, w=W)
+    remember(mount_below(path), PRESETS["memory"])
+    adapters = [ArrayAdapter([target("w", (12, 10), (12, 10))]) for _ in NODES]
+
+    def run(group: Group) -> LoadReport:
+        sharing = Sharing("auto", MIB, partial(Wires().open, group.rank))
+        return load(group, adapters[group.rank], request(path, sharing=sharing, node_of_rank=NODES))
+
+    (report, *_) = run_ranks(4, run)
+    assert report.strategy.endswith("storage gives a node ten times what other nodes can send it")
+    assert all(np.array_equal(adapter.arrays["w"], W) for adapter in adapters)
 
 
 def test_transposes_and_parts_of_several_tensors_arrive(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shardferry.geometry.sharding import MeshLayout, Sharding, Split, region_at
 from shardferry.geometry.spans import region_to_spans
 from shardferry.plan.catalogue import Held
 from shardferry.plan.costmodel import PRESETS, CostModel
-from shardferry.plan.estimate import STRATEGIES, Estimate, choose_strategy
+from shardferry.plan.estimate import FAST_STORAGE, STRATEGIES, Estimate, choose_strategy, may_gain
 from shardferry.plan.load import Wanted, plan_load
 from shardferry.plan.requests import plan_requests
 from shardferry.plan.simulate import consecutive_nodes, parse_mesh, parse_rule, simulate_job
@@ -27,7 +27,7 @@ from shardferry.testing.strategies import mesh_layouts, regions, shapes
 from shardferry.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardferry.plan.estimate import ReadOnce
     from shardferry.plan.target import Layout
@@ -258,6 +258,34 @@ def test_nodes_behind_one_slow_server_read_once_for_all() -> None:
 def test_storage_faster_than_the_links_is_not_worth_an_exchange() -> None:
     fast = replace(LOCAL, node_bandwidth=40 * GIB, stream_bandwidth=40 * GIB)
     assert replicated(2, 2, fast).chosen == "independent"
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        lambda cost, rate: replace(cost, node_bandwidth=rate),
+        lambda cost, rate: replace(cost, stream_bandwidth=rate / cost.streams),
+        lambda cost, rate: replace(cost, shared_bandwidth=2 * rate),
+    ],
+    ids=["a node", "its streams", "all nodes"],
+)
+def test_where_nothing_is_to_be_gained_no_exchange_saves_a_tenth(
+    limit: Callable[[CostModel, float], CostModel],
+) -> None:
+    """Reading once gains most in many rounds, where reading and receiving overlap."""
+    links = replace(PRESETS["memory"], seek_bytes=0, interconnect_bandwidth=GIB, rank_bandwidth=100 * GIB)
+    for factor, gains in ((2, True), (9, True), (FAST_STORAGE, False), (50, False)):
+        cost = limit(links, factor * GIB)
+        estimate = replicated(2, 1, cost, num_bytes=64 * GIB)
+        gain = estimate.price("independent").seconds / estimate.price("read-once per job").seconds
+        assert may_gain((0, 1), cost) == gains
+        assert gains or gain <= 1.1
+
+
+def test_on_memory_ranks_of_several_nodes_have_nothing_to_gain() -> None:
+    assert not may_gain((0, 0, 1, 1), PRESETS["memory"])
+    assert may_gain((0, 0, 1, 1), PRESETS["local"])
+    assert may_gain((0, 0, 1, 1), replace(PRESETS["memory"], has_page_cache=False))
 
 
 def test_an_object_store_is_asked_for_each_byte_once() -> None:

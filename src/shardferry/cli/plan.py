@@ -36,8 +36,8 @@ BAR_WIDTH = 40
 @click.option(
     "--cost",
     metavar="PRESET|FILE",
-    help="What storage costs: local, network_mount, object_store, or a file of `shardferry probe --json`. By default "
-    "what a probe has measured at PATH, or else the preset of its filesystem.",
+    help="What storage costs: local, memory, network_mount, object_store, or a file of `shardferry probe --json`. By "
+    "default what a probe has measured at PATH, or else the preset of its filesystem.",
 )
 @click.option(
     "--read-once",

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from shardferry.errors import InvalidInputError, StorageError
 from shardferry.plan.costmodel import PRESETS, cost_model_from_json, cost_model_to_json
-from shardferry.storage.filesystem import Mount, mount_of
+from shardferry.storage.filesystem import MEMORY_FILESYSTEMS, Mount, mount_of
 from shardferry.storage.location import is_remote, locate
 
 if TYPE_CHECKING:
@@ -176,6 +176,8 @@ def preset_of(mount: Mount) -> CostModel:
     """Return the preset that suits a mount; what the kernel knows nothing of is taken for a local disk."""
     if mount.type.endswith(_REMOTE):
         return PRESETS["object_store"]
+    if mount.type in MEMORY_FILESYSTEMS:
+        return PRESETS["memory"]
     return PRESETS["network_mount" if mount.is_network else "local"]
 
 

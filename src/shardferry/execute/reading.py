@@ -4,7 +4,8 @@
 2. share wants: the sets of tensors behind what was told, each by one rank.
 3. compare plans: every rank plans its part of the exchange, and tells a hash of what it shares with each group.
 
-Where ranks share one page cache, or are told to, they read for themselves, and none of this is done.
+Where ranks share one page cache, or are told to, they read for themselves, and none of this is done; nor where storage
+is memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardferry.plan.demand import (
     wants_to_bytes,
 )
 from shardferry.plan.demand_shape import shape_demand
-from shardferry.plan.estimate import price_ways, thin_bytes
+from shardferry.plan.estimate import may_gain, price_ways, thin_bytes
 from shardferry.plan.readonce import Policy, ReadOncePlan, plan_read_once
 from shardferry.transport.together import together
 
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from shardferry.transport.bulk import Mover
 
 _ONE_PAGE_CACHE = "independent: every rank reads its own bytes; all ranks share one page cache"
+_FAST_STORAGE = (
+    "independent: every rank reads its own bytes; storage gives a node ten times what other nodes can send it"
+)
 _AS_ASKED = "independent: every rank reads its own bytes, as asked"
 
 
@@ -154,6 +158,8 @@ def agree_on_reading(group: Group, view: View, make_plan: Callable[[], LoadPlan]
     Raises:
         ShardingError: If ranks do not plan the same, which is a fault of ours; names them.
     """
+    if view.sharing.read_once == "auto" and not may_gain(view.nodes, view.cost):
+        return Reading(_plan_together(group, make_plan), None, _FAST_STORAGE)
     agreed = agree_on_estimate(group, view, make_plan)
     estimate = agreed.estimate
     if estimate.chosen == "independent":
@@ -170,6 +176,17 @@ def agree_on_reading(group: Group, view: View, make_plan: Callable[[], LoadPlan]
     digests = together(group, "compare plans", plan)
     is_needed = check_plans(digests)
     return Reading(agreed.plan, Exchange(once[0], agreed.units, is_needed), estimate.why)
+
+
+def _plan_together(group: Group, make_plan: Callable[[], LoadPlan]) -> LoadPlan:
+    plans: list[LoadPlan] = []
+
+    def plan() -> bytes:
+        plans.append(make_plan())
+        return b""
+
+    together(group, "plan", plan)
+    return plans[0]
 
 
 def agree_on_estimate(group: Group, view: View, make_plan: Callable[[], LoadPlan]) -> Agreed:

@@ -63,6 +63,18 @@ PRESETS = {
         rank_bandwidth=850 * MIB,
         source="preset local",
     ),
+    # Files that are memory already; a request costs what a local disk's page cache has it cost.
+    "memory": CostModel(
+        seek_bytes=128 * KIB,
+        stream_bandwidth=6 * GIB,
+        node_bandwidth=50 * GIB,
+        shared_bandwidth=float("inf"),
+        streams=16,
+        has_page_cache=True,
+        interconnect_bandwidth=5 * GIB,
+        rank_bandwidth=850 * MIB,
+        source="preset memory",
+    ),
     "network_mount": CostModel(
         seek_bytes=12 * MIB,
         stream_bandwidth=250 * MIB,

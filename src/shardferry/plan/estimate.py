@@ -46,6 +46,8 @@ Strategy = Literal["independent", "whole files", "read-once per node", "read-onc
 ReadOnce = Literal["auto", "always", "never"]
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+# A node that gets this many times from storage what other nodes can send it, reads for itself.
+FAST_STORAGE = 10
 # Memory of a process for exchanging.
 EXCHANGE_BYTES = 256 * MIB
 
@@ -181,6 +183,20 @@ def price_ways(
     candidates = [prices[STRATEGIES.index(strategy)] for strategy in _candidates(read_once, nodes, cost)]
     best = min(candidates, key=lambda price: price.seconds)
     return Estimate(tuple(nodes), cost, total, wanted, prices, best.strategy, _why(best, candidates))
+
+
+def may_gain(nodes: Sequence[int], cost: CostModel) -> bool:
+    """Return whether reading for each other could save as much as a tenth, seeks apart.
+
+    With a page cache a node reads each byte once; one that it does not read, another node must send it. So at best it
+    gets bytes at both bandwidths together instead of storage's alone.
+
+    Args:
+        nodes: Node of every rank.
+        cost: Of storage and interconnect.
+    """
+    of_node = min(cost.node_bandwidth, cost.stream_bandwidth * cost.streams, cost.shared_bandwidth / len(set(nodes)))
+    return not cost.has_page_cache or of_node < FAST_STORAGE * cost.interconnect_bandwidth
 
 
 def _candidates(read_once: ReadOnce, nodes: Sequence[int], cost: CostModel) -> tuple[Strategy, ...]:

@@ -106,3 +106,5 @@ def _costs(model: CostModel) -> Iterator[str]:
     pages = "a page cache" if model.has_page_cache else "no page cache"
     yield f"one more request costs as much as {format_bytes(model.seek_bytes)} with {model.streams} in flight"
     yield f"a node gets {node}/s; {pages}"
+    between, rank = (format_bytes(round(rate)) for rate in (model.interconnect_bandwidth, model.rank_bandwidth))
+    yield f"not measured, but the preset's: {between}/s between nodes, {rank}/s to a rank"

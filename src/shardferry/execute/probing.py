@@ -151,7 +151,9 @@ def _measured(preset: CostModel, subject: _Subject, fit: Fit) -> CostModel:
         node_bandwidth=fit.bandwidth,
         shared_bandwidth=max(preset.shared_bandwidth, fit.bandwidth),
         streams=fit.streams,
-        source=f"measured {time.strftime('%Y-%m-%d')} on {subject.mount.type} {place}"[:MAX_SOURCE_LETTERS],
+        source=f"measured {time.strftime('%Y-%m-%d')} on {subject.mount.type} {place}, links of {preset.source}"[
+            :MAX_SOURCE_LETTERS
+        ],
     )
 
 

@@ -14,8 +14,9 @@ from shardferry.execute.open import open_checkpoint
 from shardferry.format.index import FileInfo
 from shardferry.storage.client import OPEN_PATIENCE, PATIENCE, Patience
 from shardferry.storage.location import locate
-from shardferry.storage.object import ObjectFile, ObjectFiles, ObjectSource, Pin
+from shardferry.storage.object import ObjectFile, ObjectFiles
 from shardferry.storage.objecttarget import WRITE_PATIENCE
+from shardferry.storage.source import ObjectSource, Pin
 from shardferry.storage.url import redact_all
 
 if TYPE_CHECKING:

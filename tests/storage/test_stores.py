@@ -1,4 +1,4 @@
-"""Every place of files passes the same tests: memory, a folder, a web server, an S3 server."""
+"""Every place of files passes the same tests: memory, a folder, a web server, an S3 server, an Azure server."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from tests.tools.azure import Container
     from tests.tools.s3 import Bucket
 
 
@@ -68,3 +69,15 @@ class TestS3(StoreTests):
         held = self.place({"a.safetensors": b"1", "sub/b.safetensors": b"2", ".git/c": b"3"})
 
         assert held.files.names() == (".git", "a.safetensors", "sub")
+
+
+class TestAzure(StoreTests):
+    @pytest.fixture(autouse=True)
+    def stored(self, container: Container) -> None:
+        self.container = container
+
+    def place(self, contents: Mapping[str, bytes]) -> Held:
+        for name, content in contents.items():
+            self.container.put(f"ckpt/{name}", content)
+        where = locate(f"az://{self.container.name}/ckpt")
+        return Held(where.files, where.open_store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.tools.azure import Container
     from tests.tools.s3 import Bucket
 
 
@@ -30,6 +32,25 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Give the endpoint of an S3 server."""
     with servers.s3_server(tmp_path_factory.mktemp("s3")) as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="session")
+def azure_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Give the endpoint of an Azure blob server."""
+    if shutil.which("azurite-blob") is None:
+        pytest.skip(servers.HOW_TO_GET_AZURITE)
+    with servers.azure_server(tmp_path_factory.mktemp("azure")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def container(azure_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Container:
+    """Give an empty container that obstore finds by the environment."""
+    from tests.tools.azure import Container  # noqa: PLC0415 - obstore is an extra
+
+    for name, value in Container.environment(azure_endpoint).items():
+        monkeypatch.setenv(name, value)
+    return Container(azure_endpoint, f"container-{secrets.token_hex(4)}")
 
 
 @pytest.fixture

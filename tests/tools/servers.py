@@ -1,7 +1,7 @@
-"""Real servers on free loopback ports: nginx, an S3 server (moto), and a proxy that counts requests and fails some.
+"""Real servers on free loopback ports: nginx, S3 (moto) and Azure (Azurite); a proxy that counts requests, fails some.
 
-nginx and moto are children that end with their `with` block; the proxy is a thread of this process that speaks over
-sockets like any other.
+Servers are children that end with their `with` block; the proxy is a thread of this process that speaks over sockets
+like any other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HOST = "127.0.0.1"
-START_S = 30.0
+START_S = 60.0
 SEND_BYTES = 256 << 10
 TRICKLE_S = 0.1
 HOW_TO_GET_NGINX = "nginx is not installed: apt-get install nginx-light"
+HOW_TO_GET_AZURITE = "azurite is not installed: npm install --global azurite"
 
 NGINX = """daemon off; master_process off; pid {home}/pid; error_log {home}/error warn;
 events {{ worker_connections 1024; }}
@@ -71,6 +72,17 @@ def s3_server(home: Path) -> Iterator[str]:
     """Run an S3 server that keeps its objects in memory; give its endpoint."""
     port = free_port()
     with child([sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)], port, home / "out"):
+        yield f"http://{HOST}:{port}"
+
+
+@contextmanager
+def azure_server(home: Path) -> Iterator[str]:
+    """Run an Azure blob server that keeps its objects in memory; give its endpoint."""
+    program = shutil.which("azurite-blob")
+    assert program is not None, HOW_TO_GET_AZURITE
+    port = free_port()
+    options = ["--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"]
+    with child([program, "--blobPort", str(port), *options], port, home / "out"):
         yield f"http://{HOST}:{port}"
 
 

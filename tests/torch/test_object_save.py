@@ -22,6 +22,7 @@ from shardferry.format.savenames import marker_bytes
 from shardferry.storage import objecttarget, upload
 
 if TYPE_CHECKING:
+    from tests.tools.azure import Container
     from tests.tools.s3 import Bucket
 
 INDEX = "model.safetensors.index.json"
@@ -77,6 +78,21 @@ def test_what_was_saved_can_be_loaded(bucket: Bucket) -> None:
     sf.load_state_dict(empty, f"s3://{bucket.name}/ckpt")
 
     assert_equal(empty, tensors())
+
+
+def test_a_container_of_azure_is_saved_to_and_loaded_from(container: Container) -> None:
+    url = f"az://{container.name}/ckpt"
+    sf.save_state_dict(tensors(1), url, max_shard_size="8MB")
+    with pytest.raises(CheckpointExistsError, match="already holds a checkpoint"):
+        sf.save_state_dict(tensors(2), url)
+
+    report = sf.save_state_dict(tensors(2), url, max_shard_size="8MB", on_existing="replace")
+
+    assert not report.warnings  # conditional writes are honoured
+    assert container.objects() == [f"ckpt/{name}" for name in (*report.files, INDEX)]
+    empty = {name: torch.empty_like(value, device="meta") for name, value in tensors().items()}
+    sf.load_state_dict(empty, url)
+    assert_equal(empty, tensors(2))
 
 
 @pytest.mark.parametrize("on_existing", ["refuse", "replace"])

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardferry.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidInputError
 from shardferry.storage.client import TRANSIENT, AccessDeniedError, failures, make_client, status_of
-from shardferry.storage.object import Answer, Pin, ask_client
+from shardferry.storage.source import Answer, Pin, ask_client
 from shardferry.storage.url import redact_all
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardferry.format.files import Files
     from shardferry.format.index import FileInfo
     from shardferry.storage.base import Store
-    from shardferry.storage.object import Source
+    from shardferry.storage.source import Source
 
 # URLs with their credentials by what is shown of them: an index knows its root as it is shown.
 _whole: dict[str, str] = {}
@@ -90,7 +90,7 @@ def locate(path: str | os.PathLike[str], variant: str | None = None, *, timeout_
             raise InvalidInputError(f"{text} must be hf://org/name, hf://org/name@revision, or a file of one")
         return _locate_hub(hub, timeout_s)
     from shardferry.storage.client import PATIENCE  # noqa: PLC0415 - as in `_local_store`
-    from shardferry.storage.object import ObjectSource, WebSource  # noqa: PLC0415
+    from shardferry.storage.source import ObjectSource, WebSource  # noqa: PLC0415
 
     url = parse_url(_whole.get(text, text))
     if len(_whole) < MAX_REMEMBERED:

@@ -1,7 +1,7 @@
 """Makes the checkpoints that the benchmarks load, and says where their bytes are.
 
-Answers no question itself. Three kinds with random bf16 values, sized by `--scale-gb`; `deepseek.py` has one of true
-size that takes no room on disk.
+Answers no question itself. Kinds with random values, sized by `--scale-gb` in bf16; `deepseek.py` has one of true size
+that takes no room on disk.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-Kind = Literal["dense", "moe", "moe_packed", "wide"]
+Kind = Literal["dense", "dense_fp8", "moe", "moe_packed", "wide"]
 Shapes = dict[str, tuple[int, ...]]
 
 ITEMSIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 NUM_FILES = 4
+# Rows and columns that share a scale, as in DeepSeek-V3.
+FP8_BLOCK = 128
 
 
 class TensorSpec(NamedTuple):
@@ -46,11 +48,14 @@ class StoredTensor(NamedTuple):
 
 
 def make_checkpoint(folder: Path, kind: Kind, scale_gb: float) -> None:
-    """Write a checkpoint of about `scale_gb` * 10**9 bytes into `folder`, unless it is there already."""
+    """Write a checkpoint of about `scale_gb` * 10**9 bytes in bf16 into `folder`, unless it is there already."""
     if (folder / "model.safetensors.index.json").exists():
         return
     shapes, config = _shapes(kind, scale_gb)
     specs = {name: TensorSpec("BF16", shape) for name, shape in shapes.items()}
+    if kind == "dense_fp8":
+        specs = _in_fp8(specs)
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     files = split_into_files(specs, NUM_FILES)
@@ -58,8 +63,7 @@ def make_checkpoint(folder: Path, kind: Kind, scale_gb: float) -> None:
         with (folder / file).open("wb") as out:
             out.write(header({name: specs[name] for name in names}))
             for name in names:
-                bits = rng.integers(0, 1 << 16, size=math.prod(shapes[name]), dtype=np.uint16)
-                out.write((bits & np.uint16(0xBFFF)).data)  # clears an exponent bit: every value is finite
+                out.write(_values(rng, specs[name]).data)
     (folder / "config.json").write_text(json.dumps(config))
     write_index(folder, files)
 
@@ -113,8 +117,28 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _values(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray[Any, np.dtype[np.generic]]:
+    if spec.dtype == "F32":
+        return rng.random(math.prod(spec.shape), np.float32) + np.float32(0.5)
+    bits = rng.integers(0, 1 << 16, size=spec.num_bytes // 2, dtype=np.uint16)
+    # Clears an exponent bit: every value is finite.
+    return bits & np.uint16(0xBFFF if spec.dtype == "BF16" else 0xBFBF)
+
+
+def _in_fp8(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Return projections as block-scaled FP8, each followed by its scales."""
+    made = {}
+    for name, spec in specs.items():
+        if "_proj." not in name:
+            made[name] = spec
+            continue
+        made[name] = TensorSpec("F8_E4M3", spec.shape)
+        made[f"{name}_scale_inv"] = TensorSpec("F32", tuple(-(-size // FP8_BLOCK) for size in spec.shape))
+    return made
+
+
 def _shapes(kind: Kind, scale_gb: float) -> tuple[Shapes, dict[str, Any]]:
-    if kind == "dense":
+    if kind in {"dense", "dense_fp8"}:
         return _dense(scale_gb)
     if kind == "wide":
         return _wide(scale_gb), {}

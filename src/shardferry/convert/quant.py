@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from shardferry.convert.ops import Computed
 from shardferry.convert.tensor import Tensor
 from shardferry.errors import InvalidInputError
 from shardferry.geometry.region import Region
+from shardferry.units import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +38,12 @@ MXFP4_GROUP = 32
 NVFP4_GROUP = 16
 # How many tensors belong together, by scheme.
 MEMBERS = {"fp8": 2, "mxfp4": 2, "nvfp4": 3}
+# Of an F8_E4M3 code moved 20 bits to the left: its sign, which fills all bits above, once, and the rest of it.
+_E4M3_BITS = np.int32(-(1 << 31) | 0x7F << 20)
+_E4M3_TO_F32 = np.float32(2.0**120)
+_TINY = np.float32(2.0**-140)
+# Decoded and scaled at a time: their F32 values stay in a core's cache.
+CACHED_ELEMENTS = 64 * KIB
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
 
 
@@ -62,13 +70,20 @@ class BlockScaled:
         self, operands: Sequence[NDArray[np.generic]], shapes: Sequence[tuple[int, ...]], region: Region
     ) -> NDArray[np.generic]:
         """Return the values of a region."""
-        weight, scales = (to_floats(array, dtype) for array, dtype in zip(operands, self.dtypes, strict=True))
+        weight, scales = operands
         needed = self.needs(shapes, region)[1]
         rows, columns = (
             _positions(held, blocks, size)
             for held, blocks, size in zip(region.dims[-2:], needed.dims[-2:], self.block, strict=True)
         )
-        return np.asarray(weight * scales[..., rows[:, None], columns[None, :]])
+        factors = to_floats(scales, self.dtypes[1])[..., columns]
+        values = np.empty(weight.shape, np.float32)
+        step = max(1, CACHED_ELEMENTS * len(rows) // weight.size)
+        ends = {0, *range(step, len(rows), step), *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)}
+        for start, stop in pairwise(sorted(ends)):
+            codes = to_floats(weight[..., start:stop, :], self.dtypes[0])
+            np.multiply(codes, factors[..., rows[start], None, :], out=values[..., start:stop, :])
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +105,9 @@ class Mxfp4:
         """Return the values of a region."""
         blocks, exponents = operands
         values = _codes(blocks.reshape(*blocks.shape[:-2], -1)).reshape(*exponents.shape, MXFP4_GROUP)
-        scaled = values * to_floats(exponents, "U8")[..., None]
+        values *= to_floats(exponents, "U8")[..., None]
         groups = self.needs(shapes, region)[1].dims[-1]
-        return np.asarray(scaled.reshape(*exponents.shape[:-1], -1)[..., _inside(region.dims[-1], groups, MXFP4_GROUP)])
+        return _inside(values.reshape(*exponents.shape[:-1], -1), region.dims[-1], groups, MXFP4_GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +130,10 @@ class Nvfp4:
         """Return the values of a region."""
         codes, scales, scale = operands
         factors = to_floats(scales, "F8_E4M3") * to_floats(scale, "F32").reshape(())
-        values = _codes(codes).reshape(*scales.shape, NVFP4_GROUP) * factors[..., None]
+        values = _codes(codes).reshape(*scales.shape, NVFP4_GROUP)
+        values *= factors[..., None]
         groups = self.needs(shapes, region)[1].dims[-1]
-        return np.asarray(values.reshape(*scales.shape[:-1], -1)[..., _inside(region.dims[-1], groups, NVFP4_GROUP)])
+        return _inside(values.reshape(*scales.shape[:-1], -1), region.dims[-1], groups, NVFP4_GROUP)
 
 
 def dequantize(members: Sequence[Tensor], scheme: Scheme, block: tuple[int, int] | None) -> Tensor:
@@ -158,8 +174,26 @@ def to_floats(array: NDArray[np.generic], dtype: str) -> Floats:
     if dtype == "BF16":
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E4M3":
-        return np.asarray(_e4m3()[array.view(np.uint8)])
+        return _e4m3_floats(array.view(np.uint8))
     return np.asarray(_e8m0()[array.view(np.uint8)])
+
+
+def _e4m3_floats(codes: NDArray[np.uint8]) -> Floats:
+    """Return the values of F8_E4M3 codes, three times as fast as a table tells them.
+
+    Moved to the places of an F32's exponent and mantissa they are 2**120 too small, the biases being 127 and 7.
+    """
+    if not _TINY * _E4M3_TO_F32:  # a thread that takes subnormal numbers for 0, as torch can be told to
+        return np.asarray(_e4m3()[codes])
+    bits = codes.view(np.int8).astype(np.int32)
+    bits <<= 20
+    bits &= _E4M3_BITS
+    values = bits.view(np.float32)
+    values *= _E4M3_TO_F32
+    no_number = codes & 0x7F == 0x7F  # noqa: PLR2004 - the mask and the code of the format
+    if no_number.any():
+        values[no_number] = np.nan
+    return values
 
 
 @cache
@@ -190,8 +224,10 @@ def _fp4_pairs() -> Floats:
 
 
 def _codes(array: NDArray[np.generic]) -> Floats:
-    pairs = _fp4_pairs()[array.view(np.uint8)]
-    return np.asarray(pairs.reshape(*array.shape[:-1], array.shape[-1] * 2))
+    """Return the values of two codes per byte; the last dim is twice as long."""
+    # A pair is copied as one number, and no index needs a check: three times as fast as an index of rows.
+    pairs = np.take(_fp4_pairs().view(np.float64).reshape(-1), array.view(np.uint8), mode="clip")
+    return pairs.view(np.float32)
 
 
 def _computed(function: BlockScaled | Mxfp4 | Nvfp4, members: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -263,6 +299,8 @@ def _positions(held: Intervals, blocks: Intervals, size: int) -> NDArray[np.int6
     return np.searchsorted(_indices(blocks), _indices(held) // size)
 
 
-def _inside(held: Intervals, blocks: Intervals, size: int) -> NDArray[np.int64]:
-    """Return, for every index held, where it is in all elements of the blocks held."""
-    return _positions(held, blocks, size) * size + _indices(held) % size
+def _inside(values: Floats, held: Intervals, blocks: Intervals, size: int) -> Floats:
+    """Return the elements held, of all elements of the blocks held, in the last dim."""
+    if held == _scaled(blocks, size):
+        return values
+    return np.asarray(values[..., _positions(held, blocks, size) * size + _indices(held) % size])

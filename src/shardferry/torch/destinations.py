@@ -65,17 +65,26 @@ class TensorDestination:
 
     def _store(self, copy: Copy, staged: Bytes) -> None:
         dtype = torch_dtype(copy.dtype)
-        shape = _items(copy.region.shape, dtype)
-        source = torch.from_numpy(staged).view(dtype).reshape(shape).permute(copy.axes)
+        stored = torch.from_numpy(staged).view(dtype)
+        source = stored.reshape(_items(copy.region.shape, dtype)).permute(copy.axes)
         target = _place_of(self._local, copy, elements_per_item(dtype))
         if target.element_size() == source.element_size() and dtype == target.dtype:
             target.copy_(source, non_blocking=True)
             return
         self.was_cast = True
         target.copy_(source, non_blocking=True)
-        if torch.finfo(target.dtype).max < torch.finfo(dtype).max:
+        if not _fits(stored, target.dtype):
             became = torch.isinf(target).sum() - torch.isinf(source).sum().to(target.device)
             self._overflowed.append(became)
+
+
+def _fits(stored: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether no element becomes infinite in another dtype: in one pass, so False if some are no numbers."""
+    most = torch.finfo(dtype).max
+    if most >= torch.finfo(stored.dtype).max:
+        return True
+    low, high = torch.aminmax(stored)
+    return bool(-most <= low) and bool(high <= most)
 
 
 class HostStaging:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,3 +137,17 @@ def test_mxfp4_is_kept_as_it_is_stored(ranks: RankPool, tmp_path: Path, kind: st
     assert ranks(4).run(keep_mxfp4, str(tmp_path), kind, dim) == [[]] * 4
     saved, first = (tmp_path / name for name in ("saved/model.safetensors", "model.safetensors"))
     assert saved.read_bytes() == first.read_bytes()
+
+
+def save_with_scales_on_meta(folder: str) -> None:
+    """Save a weight whose scales are on another device than it, on one rank one that holds nothing."""
+    device = "meta" if dist.get_rank() == 1 else "cpu"
+    weight = torch.zeros(4, 8, dtype=torch.uint8)
+    sf.save_state_dict({"w.weight": weight, "w.weight_scale": torch.zeros(4, 1, device=device)}, folder)
+
+
+def test_scales_without_values_on_one_rank_are_refused_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    outcomes = ranks(2).outcomes(save_with_scales_on_meta, str(tmp_path / "out"))
+    assert [outcome.error_type for outcome in outcomes] == ["RankFailedError", "InvalidInputError"]
+    assert all("w.weight_scale is on the meta device" in outcome.error for outcome in outcomes)
+    assert not (tmp_path / "out").exists()

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+import shardferry.torch as sf
 import shardferry.torch.transformers as sft
+from shardferry.conversions import Rename, StripPrefix
 from shardferry.errors import InvalidInputError
 
 from .test_transformers_families import MLA, TEXT
@@ -21,6 +23,8 @@ from .test_transformers_families import MLA, TEXT
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from shardferry.torch.conversions import GivenConversions
 
     from .pool import RankPool
 
@@ -142,3 +146,25 @@ def test_a_scale_that_does_not_fit_its_weight_is_named(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InvalidInputError, match=name.replace(".", r"\.")):
         sft.from_pretrained(AutoModelForCausalLM, tmp_path, dequantize=True)
+
+
+@pytest.mark.parametrize(
+    ("conversions", "gate"),
+    [
+        ("auto", "model.layers.0.block_sparse_moe."),
+        ((), "model.layers.0.mlp."),
+        ((StripPrefix("module."), Rename(r"\.moe\.", ".mlp.")), "module.model.layers.0.moe."),
+    ],
+)
+def test_a_configuration_of_quantization_names_modules_as_the_weights_are_named(
+    tmp_path: Path, conversions: GivenConversions, gate: str
+) -> None:
+    options = {**TEXT, "num_hidden_layers": 1, "num_local_experts": 2}
+    model = AutoModelForCausalLM.from_config(transformers.MixtralConfig(**options))
+    listed = ["model.layers.0.mlp.gate", "model.layers.0.mlp.*"]
+    model.config.quantization_config = {**FP8, "modules_to_not_convert": listed}
+    sf.save_model(model, tmp_path / "out", conversions=conversions)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["quantization_config"]["modules_to_not_convert"] == [f"{gate}gate", f"{gate}*"]
+    assert f"{gate}gate.weight" in load_file(tmp_path / "out/model.safetensors")
+    assert model.config.quantization_config["modules_to_not_convert"] == listed

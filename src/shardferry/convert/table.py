@@ -54,6 +54,10 @@ class Conversions(Protocol):
         """Return a model's tensors as the checkpoint has them."""
         ...
 
+    def module_in_checkpoint(self, name: str) -> str:
+        """Return how the checkpoint spells the name of a module, or a pattern of such names, of the model."""
+        ...
+
     def ignores(self, name: str, is_ignored: Callable[[str], bool]) -> bool:
         """Return whether a name of the checkpoint is of no use on purpose; asked after `to_model`.
 
@@ -98,6 +102,21 @@ def to_checkpoint(tensors: Mapping[str, Tensor], conversions: Sequence[Rule] | C
     if isinstance(conversions, Sequence):
         return apply_rules(tensors, reverse_rules(conversions))
     return conversions.to_checkpoint(tensors)
+
+
+def module_in_checkpoint(name: str, conversions: Sequence[Rule] | Conversions) -> str:
+    """Return how a checkpoint spells the name of a module, or a pattern of such names (`layers.*`), of a model.
+
+    Of rules, those that rename count: a `Convert` names tensors, of which a module may have several.
+    """
+    if not isinstance(conversions, Sequence):
+        return conversions.module_in_checkpoint(name)
+    stem = name.rstrip(".*")
+    weight = f"{stem}.weight"  # what renamings are written for
+    for rule in reverse_rules([rule for rule in conversions if not isinstance(rule, Convert)]):
+        assert not isinstance(rule, Convert)
+        weight = _renaming(rule)(weight)
+    return weight.removesuffix(".weight") + name[len(stem) :]
 
 
 def apply_rules(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> Converted:

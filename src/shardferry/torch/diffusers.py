@@ -297,6 +297,10 @@ class _Interleaved:
         """Return the tensors as they are: nobody should write such a checkpoint."""
         return Converted(dict(tensors), (), ())
 
+    def module_in_checkpoint(self, name: str) -> str:
+        """Return the name as it is."""
+        return name
+
     def ignores(self, name: str, is_ignored: Callable[[str], bool]) -> bool:
         """Return what the model says of the name, which is the same."""
         return is_ignored(name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import torch
 
+from shardferry.convert.table import module_in_checkpoint
 from shardferry.errors import CheckpointWarning, InvalidInputError
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.options import check_call, timeout_of
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from shardferry.convert.rules import Rule
+    from shardferry.convert.table import Conversions
     from shardferry.execute.report import Progress, SaveReport
     from shardferry.plan.target import Target
     from shardferry.storage.base import Bytes
@@ -129,9 +133,10 @@ def save_model(
         check_call("a save", SaveOptions.__optional_keys__, options, TORCH_KINDS, **given)
         entries = model_entries(unwrapped)
         known = {name for entry in entries for name in entry.names}
-        saver = _Saver(_entries_to_write(unwrapped, entries), unwrapped, options)
+        conversions = chosen_conversions(options.get("conversions", ()), unwrapped)
+        saver = _Saver(_entries_to_write(unwrapped, entries), unwrapped, conversions, options)
         request = _request(path, max_shard_size, on_existing, known, options)
-        return saver, replace(request, conversions=chosen_conversions(options.get("conversions", ()), unwrapped))
+        return saver, replace(request, conversions=conversions)
 
     return _run(prepare, options)
 
@@ -170,9 +175,10 @@ def save_state_dict(
         check_call("a save", SaveOptions.__optional_keys__, options, SAVED_KINDS, state_dict=state_dict, **given)
         cuts = {name: entry.cut for entry in state_dict_entries(state_dict, model) for name in entry.names}
         entries = (Entry((name,), tensor, [], cuts.get(name)) for name, tensor in state_dict.items())
-        saver = _Saver(entries, None, options)
+        conversions = chosen_conversions(options.get("conversions", ()), model)
+        saver = _Saver(entries, None, conversions, options)
         request = _request(path, max_shard_size, on_existing, set(state_dict), options)
-        return saver, replace(request, conversions=chosen_conversions(options.get("conversions", ()), model))
+        return saver, replace(request, conversions=conversions)
 
     return _run(prepare, options)
 
@@ -180,8 +186,15 @@ def save_state_dict(
 class _Saver:
     """What one rank holds, as a save wants it."""
 
-    def __init__(self, entries: Iterable[Entry], model: nn.Module | None, options: SaveOptions) -> None:
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        model: nn.Module | None,
+        conversions: tuple[Rule, ...] | Conversions,
+        options: SaveOptions,
+    ) -> None:
         self._model = model
+        self._conversions = conversions
         self._extras = tuple(options.get("extras", ()))
         self._dtype = options.get("dtype")
         shardings = options.get("shardings", {})
@@ -210,7 +223,8 @@ class _Saver:
 
     def write_extras(self, folder: Path) -> None:
         """Write what belongs beside the weights."""
-        write_extras(folder, self._model, self._extras, self._dtype)
+        spell = partial(module_in_checkpoint, conversions=self._conversions)
+        write_extras(folder, self._model, self._extras, self._dtype, spell)
 
 
 def _run(prepare: Callable[[], tuple[_Saver, SaveRequest]], options: SaveOptions) -> SaveReport:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from shardferry.errors import InvalidInputError
 from shardferry.torch.save import save_model
-from shardferry.torch.transformers.family import FamilyConversions, family_conversions
+from shardferry.torch.transformers.family import family_conversions
 
 if TYPE_CHECKING:
     import os
-    from pathlib import Path
 
     from transformers import PreTrainedModel
 
     from shardferry.execute.report import SaveReport
     from shardferry.torch.save import SaveOptions
-
-# Where transformers (5.24, utils/quantization_config) lists modules by name.
-MODULE_LISTS = ("modules_to_not_convert", "modules_to_convert", "ignore", "exclude_modules")
 
 
 def save_pretrained(
@@ -52,24 +47,4 @@ def save_pretrained(
         raise InvalidInputError(f"layout is {layout!r}; it must be 'hub' or 'model'")
     if "conversions" not in options:
         options["conversions"] = family_conversions(model) if layout == "hub" else ()
-    conversions = options["conversions"]
-    if isinstance(conversions, FamilyConversions) and getattr(model.config, "quantization_config", None) is not None:
-        options["extras"] = (_ModuleNames(conversions), *options.get("extras", ()))
     return save_model(model, path, max_shard_size=max_shard_size, on_existing=on_existing, **options)
-
-
-class _ModuleNames:
-    """The names of modules inside a configuration of quantization, which are to be the checkpoint's."""
-
-    def __init__(self, conversions: FamilyConversions) -> None:
-        self._conversions = conversions
-
-    def save_pretrained(self, save_directory: Path, /) -> None:
-        """Rename them in the configuration that has been written."""
-        path = save_directory / "config.json"
-        config = json.loads(path.read_text())
-        said = config["quantization_config"]
-        for key in MODULE_LISTS:
-            if isinstance(said.get(key), list):
-                said[key] = [self._conversions.module_in_checkpoint(name) for name in said[key]]
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

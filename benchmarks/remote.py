@@ -5,12 +5,14 @@ Three parts, each interleaved in rounds on servers of this machine:
 - load: a checkpoint of one file behind nginx, which answers as a public S3 bucket and as a web server; one process
   and four, each reading a quarter. Beside raw obstore (ranged GETs of 8 MiB from as many threads into memory of the
   same size) and, where they are installed, run:ai's streamer and s3fs.
-- save: one process to an S3 server in memory, beside raw obstore's multipart upload of the same bytes.
+- save: one process to an S3 server in memory, beside raw obstore's multipart upload of the same bytes: one file, and
+  four that replace others of the same names, whose parts must have arrived before any is completed.
 - twice: four ranks on two "nodes" want a replicated model from a store of 100 MB/s and 20 ms; `read_once` auto, never.
 
     python -m benchmarks.remote load save twice --rounds 3
 
-Raw rows go to `results/remote.jsonl`; the table of ratios is printed.
+Raw rows go to `results/remote.jsonl`, behind the machine they are from, and replace those of the same parts; the table of
+ratios is printed.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def main() -> None:
         for row in {"load": measure_loads, "save": measure_saves, "twice": measure_twice}[part](given.rounds):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    earlier = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    kept = [row for row in earlier if row.get("part") not in given.parts]
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in (*kept, *rows)))
     summarise(rows)
 
 
@@ -108,7 +112,7 @@ def measure_saves(rounds: int) -> Iterator[dict[str, object]]:
         os.environ.pop("AWS_SKIP_SIGNATURE", None)
         bucket = Bucket(endpoint, "bucket")
         for at in range(rounds):
-            for name in ("obstore_put", "shardferry_save")[:: 1 if at % 2 else -1]:
+            for name in ("obstore_put", "shardferry_save", "shardferry_replace")[:: 1 if at % 2 else -1]:
                 seconds = run(name, f"s3://{bucket.name}/{secrets.token_hex(4)}", 1)
                 yield {
                     "part": "save",
@@ -268,6 +272,17 @@ def shardferry_save(call: Call) -> float:
     return second_of_two(lambda: sf.save_state_dict(state, call.url, on_existing="replace"))
 
 
+def shardferry_replace(call: Call) -> float:
+    """Save four files, the second time over those of the first."""
+    import torch
+
+    import shardferry.torch as sf
+
+    state = {f"t{at}": torch.zeros(TENSOR_BYTES, dtype=torch.uint8) for at in range(SAVE_TENSORS)}
+    size = TENSOR_BYTES * SAVE_TENSORS // 4
+    return second_of_two(lambda: sf.save_state_dict(state, call.url, max_shard_size=size, on_existing="replace"))
+
+
 def obstore_save(call: Call) -> float:
     """Upload as many bytes in parts of the same size, as many at a time."""
     import obstore
@@ -287,6 +302,7 @@ CALLS = {
     "runai": runai_load,
     "s3fs": s3fs_load,
     "shardferry_save": shardferry_save,
+    "shardferry_replace": shardferry_replace,
     "obstore_put": obstore_save,
 }
 

@@ -11,8 +11,8 @@ Three parts, each interleaved in rounds on servers of this machine:
 
     python -m benchmarks.remote load save twice --rounds 3
 
-Raw rows go to `results/remote.jsonl`, behind the machine they are from, and replace those of the same parts; the table of
-ratios is printed.
+Raw rows go to `results/remote.jsonl`, behind the machine they are from, and replace those of the same parts. The table
+of ratios is printed.
 """
 
 from __future__ import annotations

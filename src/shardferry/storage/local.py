@@ -31,7 +31,7 @@ MAX_VIEWS = 1024
 # Bytes that nobody wants are dropped here; small enough to stay in the processor's cache.
 SINK_BYTES = 64 * KIB
 # Rows copied out of a mapping between two looks at its lease.
-WINDOW_BYTES = 4 * MIB
+WINDOW_BYTES = 16 * MIB
 
 
 class LocalStore:

@@ -151,8 +151,7 @@ class _Storer:
     def put(self, destination: Destination, copy: Copy, data: Bytes) -> None:
         """Store bytes by way of this thread's next staging buffer."""
         staging = self._next()
-        memory = staging.memory(copy.num_bytes)
-        memory[...] = data
+        memory = staging.hold(data)
         with staging.transfer():
             destination.store(copy, memory)
 

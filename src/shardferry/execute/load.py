@@ -41,6 +41,10 @@ class Staging(Protocol):
         """Return `num_bytes` of the buffer to read into, once the last transfer out of it has finished."""
         ...
 
+    def hold(self, data: Bytes) -> Bytes:
+        """Return bytes that transfers can be made from: `data` itself, or a copy in the buffer."""
+        ...
+
     def transfer(self) -> AbstractContextManager[None]:
         """Give the context in which destinations take bytes out of the buffer, perhaps later than it ends."""
         ...

@@ -148,6 +148,10 @@ class _Scratch:
         """Return `num_bytes` of the buffer."""
         return self._buffer[:num_bytes]
 
+    def hold(self, data: Bytes) -> Bytes:
+        """Return `data`: it is copied out of at once."""
+        return data
+
     def transfer(self) -> AbstractContextManager[None]:
         """Give a context that adds nothing."""
         return nullcontext()

@@ -99,6 +99,10 @@ class HostStaging:
         """Return `num_bytes` of the buffer."""
         return self._buffer[:num_bytes].numpy()
 
+    def hold(self, data: Bytes) -> Bytes:
+        """Return `data`: it is copied out of at once."""
+        return data
+
     @contextmanager
     def transfer(self) -> Iterator[None]:
         """Give a context that adds nothing."""
@@ -122,6 +126,12 @@ class PinnedStaging:
         """Return `num_bytes` of the buffer, once the last copy out of it has finished."""
         self.wait()
         return self._buffer[:num_bytes].numpy()
+
+    def hold(self, data: Bytes) -> Bytes:
+        """Return a copy of `data` in the buffer, once the last copy out of it has finished."""
+        memory = self.memory(len(data))
+        memory[...] = data
+        return memory
 
     @contextmanager
     def transfer(self) -> Iterator[None]:

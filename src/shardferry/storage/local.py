@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from shardferry.errors import StorageError
 from shardferry.storage.filesystem import LOCAL_FILESYSTEMS, filesystem_type
 from shardferry.storage.mapping import GuardedMapping
+from shardferry.storage.pagecache import resident_bytes
 from shardferry.storage.placement import place_bytes
 from shardferry.storage.rows import copy_columns, rows_extent
 from shardferry.units import KIB, MIB
@@ -91,7 +91,6 @@ class LocalFile:
         self._path = path
         self._size = os.fstat(descriptor).st_size
         self._mapping = mapping
-        self._tells_cached = True
 
     @property
     def size(self) -> int:
@@ -183,7 +182,8 @@ class LocalFile:
     def _call(self, views: list[memoryview], start: int, stop: int, on_read: OnRead) -> int:
         """Fill `views` from offset `start` on, perhaps not to the end; return how many bytes came."""
         try:
-            count = self._cached(views, start) or os.preadv(self._descriptor, views, start)
+            self._fetch(start, min(self._size, start + sum(map(len, views))))
+            count = os.preadv(self._descriptor, views, start)
         except OSError as error:
             raise StorageError(self._failure(start, str(error.strerror))) from error
         if count == 0:
@@ -191,19 +191,14 @@ class LocalFile:
         on_read(count, 1)
         return count
 
-    def _cached(self, views: list[memoryview], start: int) -> int:
-        """Fill `views` from the page cache and return how many bytes came; if none, fetch them into it."""
-        if self._mapping is None or not self._tells_cached:
-            return 0
-        try:
-            return os.preadv(self._descriptor, views, start, os.RWF_NOWAIT)
-        except BlockingIOError:
-            self._mapping.fetch(start, start + sum(map(len, views)))
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-            self._tells_cached = False  # tmpfs, or an old kernel
-        return 0
+    def _fetch(self, start: int, stop: int) -> None:
+        """Bring bytes [start, stop) into the page cache, unless they are there, or nobody can tell whether they are."""
+        # Not asked with RWF_NOWAIT, which begins to read by pages what it does not find.
+        mapping = self._mapping
+        if mapping is None or not mapping.fetches:
+            return
+        if resident_bytes(self._descriptor, start, stop) not in (None, stop - start):
+            mapping.fetch(start, stop)
 
     def _failure(self, offset: int, cause: str) -> str:
         return f"reading '{self._path}' at offset {offset} failed: {cause}"

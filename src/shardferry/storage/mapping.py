@@ -1,11 +1,11 @@
 """A mapping of a file: to bring it into the page cache in large blocks, and to copy columns out of it safely.
 
 Blocks. What a read has to fetch comes in pages of 4 KiB, and a disk is asked for each run of them that happens to lie
-together in memory. A fault in a mapping that is advised MADV_HUGEPAGE fetches an aligned block of 2 MiB as one large
-folio where the filesystem has such (xfs, ext4 since Linux 6.16, btrfs), and pages as ever where it has not. 4 ranks,
-1 GB, cold, on a virtual disk: 0.50 s, against 1.02 s by reads with or without the kernel's read-ahead, and 0.46 s past
-the page cache (O_DIRECT), which would leave nothing for the next load. Whoever reads the file later gains too: mapping
-and copying what large folios hold takes a fraction of the time.
+together in memory. A fault in a mapping that is advised MADV_HUGEPAGE fetches an aligned block of 2 MiB (Linux 5.18,
+mm/filemap.c, do_sync_mmap_readahead): as one large folio where the filesystem has such (xfs, ext4 since Linux 6.16,
+btrfs), else in pages as ever. 4 ranks, 1 GB, cold, on a virtual disk: 0.50 s, against 1.02 s by reads with or without
+the kernel's read-ahead, and 0.46 s past the page cache (O_DIRECT), which would leave nothing for the next load. Whoever
+reads the file later gains too: mapping and copying what large folios hold takes a fraction of the time.
 
 Columns. For thin rows, copying out of a mapping moves only the wanted bytes. Where they are in the page cache already
 that is up to twice as fast as reading whole rows, and elsewhere no slower. But a page that cannot be had is SIGBUS. Two
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 _F_SETSIG = 10  # asm-generic/fcntl.h; Python's fcntl does not name it on every build
 _MADV_HUGEPAGE = 14  # asm-generic/mman-common.h, as the next
 _MADV_POPULATE_READ = 22  # Linux 5.14
-# From here on a fault in a mapping advised so reads one block, and no more if it is advised MADV_RANDOM as well
-# (mm/filemap.c, do_sync_mmap_readahead).
-_READS_BLOCKS = (5, 18)
 # The kernel breaks a lease by force after this many seconds; a copied window takes milliseconds.
 _LEASE_BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
 _MIN_LEASE_S = 10
@@ -61,7 +58,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class GuardedMapping:
-    """A mapping of one open file on a disk of this machine, used only while it is safe; threads may share it."""
+    """A mapping of one open file on a disk of this machine, used only while it is safe; threads may share it.
+
+    Attributes:
+        fetches: Whether `fetch` can bring blocks of the file into the page cache.
+    """
 
     def __init__(self, descriptor: int, size: int, *, wanted_whole: bool = False) -> None:
         """Map `size` bytes of the file.
@@ -69,15 +70,14 @@ class GuardedMapping:
         Args:
             descriptor: The open file.
             size: Its bytes.
-            wanted_whole: Whether this machine's ranks want all of it, so that what a block has beside the bytes asked
-                for is no waste.
+            wanted_whole: Whether this machine's ranks want all of it. Only then blocks are fetched: the kernel goes on
+                to read what lies behind one.
         """
         self._descriptor = descriptor
         self._size = size
-        self._wanted_whole = wanted_whole
         self._map: mmap.mmap | None = None
         self._address = 0
-        self._has_blocks = False
+        self.fetches = False
         self._can_be_guarded = _can_be_guarded()
         self._lock = threading.Lock()
         self._copying = 0
@@ -85,24 +85,15 @@ class GuardedMapping:
         with suppress(ValueError, OSError):
             self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
             self._address = np.frombuffer(self._map, np.uint8).ctypes.data
-            self._has_blocks = _kernel_reads_blocks() and self._advise(_MADV_HUGEPAGE)
-        if self._has_blocks and not wanted_whole:
-            self._advise(mmap.MADV_RANDOM)
+            self.fetches = wanted_whole and not _libc.madvise(self._address, size, _MADV_HUGEPAGE)
 
     def fetch(self, start: int, stop: int) -> None:
-        """Bring bytes [start, stop) of the file into the page cache, as far as whole blocks can.
+        """Bring the blocks that hold bytes [start, stop) into the page cache; call it only if `fetches`.
 
-        A block that reaches beyond them is fetched only if all of the file is wanted. Errors are for the read that
-        comes after it to report.
+        Errors are for the read that comes after it to report.
         """
-        if not self._has_blocks:
-            return
-        if self._wanted_whole:
-            first, last = start // HUGE_PAGE_BYTES, -(-stop // HUGE_PAGE_BYTES)
-        else:
-            first, last = -(-start // HUGE_PAGE_BYTES), stop // HUGE_PAGE_BYTES
-        if first < last:
-            self._populate(first * HUGE_PAGE_BYTES, min(last * HUGE_PAGE_BYTES, self._size))
+        first, last = start // HUGE_PAGE_BYTES, -(-stop // HUGE_PAGE_BYTES)
+        self._populate(first * HUGE_PAGE_BYTES, min(last * HUGE_PAGE_BYTES, self._size))
 
     @contextmanager
     def window(self, start: int, stop: int) -> Iterator[Bytes | None]:
@@ -161,9 +152,6 @@ class GuardedMapping:
         # Not mmap's own madvise, which keeps every other thread of Python waiting for the disk.
         return not _libc.madvise(self._address + start, stop - start, _MADV_POPULATE_READ)
 
-    def _advise(self, advice: int) -> bool:
-        return not _libc.madvise(self._address, self._size, advice)
-
 
 @cache
 def _can_be_guarded() -> bool:
@@ -171,9 +159,3 @@ def _can_be_guarded() -> bool:
         return int(_LEASE_BREAK_TIME.read_text(encoding="ascii")) >= _MIN_LEASE_S
     except OSError:
         return False
-
-
-@cache
-def _kernel_reads_blocks() -> bool:
-    major, minor, *_ = os.uname().release.split(".")
-    return (int(major), int(minor)) >= _READS_BLOCKS

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from shardferry.plan.bridges import find_bridges
 from shardferry.plan.cost import EXACT_PIECE_BYTES, MAX_ROW_BYTES
 from shardferry.plan.describe import estimate_to_json, summary
 from shardferry.plan.patterns import shape_job
 from shardferry.plan.readonce import PARTS_OF_MEMORY
 from shardferry.plan.volumes import (
-    find_bridges,
+    holdings_of,
     volume_independent,
     volume_once,
     volume_whole,
@@ -167,14 +168,15 @@ def price_ways(
     """Return the same for a job that is arrays already; see `choose_strategy`."""
     node_of = np.array(nodes, np.int64)
     bridges = tuple(find_bridges(shape, max(1, cost.seek_bytes)))
+    holdings = holdings_of(shape)
     volumes = (
-        volume_independent(shape, node_of, bridges if cost.seek_bytes else (), has_page_cache=cost.has_page_cache),
+        volume_independent(holdings, node_of, bridges if cost.seek_bytes else (), has_page_cache=cost.has_page_cache),
         volume_whole(shape, node_of, has_page_cache=cost.has_page_cache),
-        volume_once(shape, node_of, node_of, bridges, thin_bytes=thin_bytes(cost)),
-        volume_once(shape, node_of, np.zeros_like(node_of), bridges, thin_bytes=thin_bytes(cost)),
+        volume_once(holdings, node_of, node_of, bridges, thin_bytes=thin_bytes(cost)),
+        volume_once(holdings, node_of, np.zeros_like(node_of), bridges, thin_bytes=thin_bytes(cost)),
     )
-    wanted, by_node = wanted_by_rank(shape), int(wanted_by_group(shape, node_of).sum())
-    total = int(wanted_by_group(shape, np.zeros_like(node_of)).sum())
+    wanted, by_node = wanted_by_rank(holdings, len(nodes)), int(wanted_by_group(holdings, node_of).sum())
+    total = int(wanted_by_group(holdings, np.zeros_like(node_of)).sum())
     alone = by_node if cost.has_page_cache else int(wanted.sum())
     prices = tuple(
         _priced(strategy, volume, cost, exchange_bytes, least)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from shardferry.convert.ops import Stored, concatenate, transpose
 from shardferry.errors import (
@@ -23,6 +26,7 @@ from shardferry.geometry.region import Region, box, whole
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split, region_at
 from shardferry.plan.match import Rules
 from shardferry.plan.target import Target
+from shardferry.storage.local import LocalStore
 from shardferry.testing.groups import rank_outcomes, run_ranks
 from shardferry.transport.solo import SoloGroup
 from shardferry.units import MIB
@@ -30,7 +34,7 @@ from shardferry.units import MIB
 from .arrays import ArrayAdapter, ArrayDestination, load, request, save, target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping
 
     from shardferry.convert.ops import Expression
     from shardferry.execute.meter import Meter
@@ -353,3 +357,29 @@ def test_many_small_neighbours_are_read_by_few_requests(tmp_path: Path, *, stage
     assert report.total.bytes_read == 2000 * 4096
     assert report.total.requests <= 8, "two calls for each of four threads at most"
     assert report.total.peak_extra_bytes <= 64 * MIB
+
+
+def test_files_of_which_one_node_wants_all_are_known_to_the_store(tmp_path: Path) -> None:
+    """Of two files the ranks together hold one whole; over two nodes neither of them does."""
+    save_file({"w": W, "unused": W}, tmp_path / "a.safetensors")
+    save_file({"v": W}, tmp_path / "b.safetensors")
+    index = {"metadata": {"total_size": 3 * W.nbytes}}
+    index["weight_map"] = {"w": "a.safetensors", "unused": "a.safetensors", "v": "b.safetensors"}  # type: ignore[dict-item]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    rules = Rules(sources={}, cast=True, ignorable=lambda name: name == "unused")
+    for nodes, wanted in (((0, 0, 0, 0), {"b.safetensors"}), ((0, 0, 1, 1), set())):
+        seen: list[Container[str]] = []
+
+        def opened(root: str, whole: Container[str], seen: list[Container[str]] = seen) -> LocalStore:
+            seen.append(whole)
+            return LocalStore(root, whole)
+
+        with patch("shardferry.storage.local.LocalStore", opened):
+            on_ranks(
+                4,
+                lambda _: ArrayAdapter([target(name, (12, 5), (3, 5), ROWS) for name in ("w", "v")]),
+                tmp_path,
+                node_of_rank=nodes,
+                rules=rules,
+            )
+        assert seen == [wanted] * 4

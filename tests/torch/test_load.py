@@ -241,6 +241,13 @@ def test_nothing_else_is_ever_cast(tmp_path: Path, stored: str, wanted: str) -> 
         sf.load_state_dict({"t": target}, tmp_path)
 
 
+def test_the_smallest_value_of_bf16_that_overflows_f16_is_counted(tmp_path: Path) -> None:
+    save_file({"w": torch.tensor([65536.0, -65280.0], dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    with pytest.warns(CheckpointWarning, match="1 finite values became infinite"):
+        report = sf.load_state_dict({"w": torch.zeros(2, dtype=torch.float16)}, tmp_path)
+    assert report.total.num_overflowed == 1
+
+
 def test_finite_values_that_overflow_are_counted_and_warned_of(tmp_path: Path) -> None:
     save_file({"t": torch.tensor([1.0, 1e30, -1e30, float("inf")])}, tmp_path / "model.safetensors")
     state = {"t": torch.zeros(4, dtype=torch.float16)}

@@ -167,7 +167,7 @@ def test_what_is_to_be_filled_or_saved_must_be_a_model_or_a_state_dict(checkpoin
 
 
 def test_a_layout_that_is_none_is_refused_by_the_tensors_name(checkpoint: Path) -> None:
-    layouts: tuple[object, ...] = ([], "rows", (5, []))
+    layouts: tuple[object, ...] = ([], "rows", (5, []), 5)
     for layout in layouts:
         with pytest.raises(InvalidInputError, match=r"shardings= gives .* for w; it must be \(mesh, placements\)"):
             sf.load_state_dict({"w": torch.zeros(2, 3)}, checkpoint, shardings={"w": cast("sf.Sharding", layout)})

@@ -321,8 +321,14 @@ def _wanted_whole(known: _Known) -> frozenset[str]:
         return frozenset()
     wanted: Counter[str] = Counter()
     for name in names_in(index, (table.used for table in known.tables)):
-        wanted[index.tensors[name].file] += index.tensors[name].num_bytes
-    return frozenset(file for file, num_bytes in wanted.items() if num_bytes >= NEARLY_ALL * index.files[file].size)
+        info = index.tensors[name]
+        for part in info.parts or (info,):
+            wanted[part.file] += part.span[1] - part.span[0]
+    return frozenset(
+        file
+        for file, num_bytes in wanted.items()
+        if num_bytes >= NEARLY_ALL * (index.files[file].size - index.files[file].header_bytes)
+    )
 
 
 class _Work(NamedTuple):

@@ -156,11 +156,16 @@ class _Readers:
                 staging.wait()
 
     def _wait(self, futures: set[Future[None]]) -> None:
-        while futures:
-            done, futures = wait(futures, timeout=POLL_S, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            self._settings.check()
+        try:
+            while futures:
+                done, futures = wait(futures, timeout=POLL_S, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                self._settings.check()
+        except BaseException:
+            self._stop.set()
+            wait(futures)  # whoever raises closes the file, which nobody may be reading then
+            raise
 
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():

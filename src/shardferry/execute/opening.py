@@ -128,7 +128,7 @@ def _check_calls(said: Sequence[tuple[str, Mapping[str, object], Sequence[str]]]
     check_alike([options for _, options, _ in said], what)
     for rank, origin in enumerate(origins):
         if origin.entry != origins[0].entry:
-            here, there = (f"{each.path}/{each.entry or ''}" for each in (origins[0], origin))
+            here, there = origins[0].place, origin.place
             raise InvalidInputError(
                 f"ranks 0 and {rank} call this {what} for different files: {here} and {there}. Give every rank the "
                 "same path"

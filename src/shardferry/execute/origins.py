@@ -37,6 +37,11 @@ class Origin(NamedTuple):
     entry: str | None
     identity: str
 
+    @property
+    def place(self) -> str:
+        """What was given, folder and file."""
+        return self.path if self.entry is None or "://" in self.path else f"{self.path}/{self.entry}"
+
 
 @dataclass(frozen=True, slots=True)
 class Origins:

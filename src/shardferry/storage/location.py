@@ -113,7 +113,10 @@ def locate_again(path: str | os.PathLike[str], root: str, *, timeout_s: float) -
         ShardferryError: As `locate`.
     """
     where = locate(path, timeout_s=timeout_s)
-    return locate(root, timeout_s=timeout_s) if root.startswith("hf://") and not where.is_local else where
+    here, there = parse_hub_path(where.root), parse_hub_path(root)
+    if where.is_local or here is None or there is None or here.repo != there.repo:
+        return where
+    return locate(root, timeout_s=timeout_s)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

@@ -11,7 +11,7 @@ Columns. For thin rows, copying out of a mapping moves only the wanted bytes. Wh
 that is up to twice as fast as reading whole rows, and elsewhere no slower. But a page that cannot be had is SIGBUS. Two
 things take that away:
 
-* A page that is gone because the file shrank: a read lease (fcntl(2), F_SETLEASE) is held while a window of a few MiB
+* A page that is gone because the file shrank: a read lease (fcntl(2), F_SETLEASE) is held while a window of 16 MiB
   is copied, and only then. Whoever wants to truncate the file or open it for writing waits until the lease is
   released; the kernel grants none while somebody has the file open for writing. Once somebody waits, no thread
   enters a window, so that those who copy are soon done.

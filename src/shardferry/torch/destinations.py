@@ -83,8 +83,8 @@ def _fits(stored: torch.Tensor, dtype: torch.dtype) -> bool:
     most = torch.finfo(dtype).max
     if most >= torch.finfo(stored.dtype).max:
         return True
-    low, high = torch.aminmax(stored)
-    return bool(-most <= low) and bool(high <= most)
+    low, high = (end.item() for end in torch.aminmax(stored))  # as Python floats: BF16 rounds 65504 to 65536
+    return bool(-most <= low and high <= most)
 
 
 class HostStaging:

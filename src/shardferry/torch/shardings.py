@@ -83,11 +83,17 @@ def given_layout(given: GivenSharding, num_dims: int, name: str) -> MeshLayout |
     """
     if isinstance(given, Sharding):
         return given
-    if [isinstance(each, DeviceMesh) for each in given] != [True, False]:
+    if not _is_pair(given):
         raise InvalidInputError(f"shardings= gives {given!r} for {name}; it must be (mesh, placements) or a Sharding")
     mesh, placements = given
     splits = tuple(_splits(_normalised(placements, num_dims, name)))
     return MeshLayout(*_mesh_ranks(mesh), splits)
+
+
+def _is_pair(given: object) -> bool:
+    if not isinstance(given, Sequence) or len(given) != 2:  # noqa: PLR2004 - a pair
+        return False
+    return isinstance(given[0], DeviceMesh) and isinstance(given[1], Sequence)
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:

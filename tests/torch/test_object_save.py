@@ -125,19 +125,26 @@ def test_a_replaced_checkpoint_leaves_nothing_of_the_old_one(bucket: Bucket, bef
     assert sorted(stored(bucket)) == sorted([*report.files, *index, "notes.txt"])
 
 
+@pytest.mark.parametrize("old", [None, "8MB"])
 @pytest.mark.parametrize(
     "fault",
     [
         Fault("status", every=2, times=3, match="PUT"),
         Fault("reset", every=2, times=2, match="POST"),
         Fault("lost", times=1, match=r"POST .*uploadId=", code=500),
+        Fault("lost", times=1, match=r"PUT .*index\.json", code=500),
+        Fault("lost", first=2, times=1, match=r"PUT .*index\.json", code=500),
     ],
-    ids=["part", "create", "complete"],
+    ids=["part", "create", "complete", "marker", "index"],
 )
-def test_what_passes_is_tried_again(bucket: Bucket, faulty: Proxy, fault: Fault) -> None:
+def test_what_passes_is_tried_again(bucket: Bucket, faulty: Proxy, fault: Fault, old: str | None) -> None:
+    url = f"s3://{bucket.name}/ckpt"
+    if old:
+        sf.save_state_dict(tensors(1), url, max_shard_size=old)
+    fault.seen = fault.done = 0
     faulty.fault = fault
 
-    sf.save_state_dict(tensors(), f"s3://{bucket.name}/ckpt", max_shard_size="8MB")
+    sf.save_state_dict(tensors(), url, max_shard_size="8MB", on_existing="replace")
 
     assert fault.done
     assert_equal(loaded(bucket), tensors())
@@ -151,9 +158,10 @@ def test_what_passes_is_tried_again(bucket: Bucket, faulty: Proxy, fault: Fault)
     [
         Fault("status", first=1, match="PUT .*partNumber", code=403),
         Fault("status", match=r"PUT .*index\.json", code=403),
+        Fault("status", first=1, times=1, match=r"PUT .*index\.json", code=403),
         Fault("status", match=r"POST .*uploadId=", code=403),
     ],
-    ids=["part", "marker", "complete"],
+    ids=["part", "marker", "second marker", "complete"],
 )
 def test_a_failed_save_leaves_no_upload_and_the_old_checkpoint(
     bucket: Bucket, faulty: Proxy, fault: Fault, old: str | None

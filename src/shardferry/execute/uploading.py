@@ -144,7 +144,7 @@ class Uploading:
         self._begun: _Begun | None = None
         self._etags: dict[str, str] = {}
         self._completed: list[str] = []
-        self._claimed = self._is_published = False
+        self._is_published = False
 
     def begin(self, on_existing: OnExisting, write_extras: Callable[[Path], None]) -> None:
         """Look at the target and refuse what must not be replaced. Collective.
@@ -197,7 +197,6 @@ class Uploading:
         if self._begun is not None:
             marker = marker_bytes(secrets.token_hex(TOKEN_BYTES), socket.gethostname(), _now())
             remark = self._target.claim(self._begun.state, self._layout.naming, marker)
-            self._claimed = True
             self.remarks += (remark,) if remark else ()
         return b""
 
@@ -234,7 +233,7 @@ class Uploading:
                 upload.abort()
         try:
             self._target.delete(self._completed)
-            if self._begun is not None and self._claimed:
+            if self._begun is not None and self._target.is_claimed:
                 self._group.wait_until_left(STOPPED_WITHIN_S)  # until then they may complete uploads
                 self._give_back(self._begun.state)
         except ShardferryError as error:

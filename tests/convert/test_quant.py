@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.convert.oracle import gather
 
+from shardferry.convert import quant
 from shardferry.convert.ops import Computed, Stored
 from shardferry.convert.quant import Scheme, dequantize, to_floats
 from shardferry.convert.tensor import Tensor
@@ -114,6 +118,33 @@ def test_codes_decode_by_the_definition_of_their_format() -> None:
     assert all(values[code] == e4m3(code) for code in range(256) if code & 127 != 127)
     assert np.array_equal(to_floats(codes[:255], "F8_E8M0"), [math.ldexp(1.0, code - 127) for code in range(255)])
     assert to_floats(np.array([1.5], np.float16).view(np.uint16), "F16") == 1.5
+
+
+def test_codes_decode_alike_in_a_thread_that_takes_subnormal_numbers_for_0() -> None:
+    """Also what such a thread is the first to need, as in a module just imported."""
+    spec = importlib.util.find_spec("shardferry.convert.quant")
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    codes = np.arange(256, dtype=np.uint8)
+    with ThreadPoolExecutor(1) as thread:
+        assert all(thread.map(torch.set_flush_denormal, [True])), "the processor can; it ends with the thread"
+        exponents, values = thread.map(fresh.to_floats, [codes, codes], ["F8_E8M0", "F8_E4M3"])
+    powers = [math.ldexp(1.0, code - 127) for code in range(255)]
+    assert np.array_equal(exponents, [*powers, math.nan], equal_nan=True)
+    numbers = [math.nan if code & 127 == 127 else e4m3(code) for code in range(256)]
+    assert np.array_equal(values, numbers, equal_nan=True)
+
+
+def test_weights_are_decoded_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of three columns at a time, in blocks of five rows: chunks end at both."""
+    monkeypatch.setattr(quant, "CACHED_ELEMENTS", 7)
+    codes, scales = bytes_of((12, 3)), RNG.random((3, 1)).astype(np.float32)
+    plain = np.array([[np.float32(e4m3(int(code))) * scales[i // 5, 0] for code in codes[i]] for i in range(12)])
+    function = quant.BlockScaled((5, 3), ("F8_E4M3", "F32"))
+    region = box((0, 0), (12, 3))
+    assert np.array_equal(function.compute([codes, scales], [(12, 3), (3, 1)], region), plain)
 
 
 def test_a_part_reads_only_the_scales_of_the_blocks_it_touches() -> None:

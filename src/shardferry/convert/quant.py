@@ -209,10 +209,15 @@ def _e4m3() -> Floats:
 
 @cache
 def _e8m0() -> Floats:
-    """Return the values of F8_E8M0: powers of two, of which the last code is no number."""
-    values = np.ldexp(1.0, np.arange(256) - 127)
+    """Return the values of F8_E8M0: powers of two, of which the last code is no number.
+
+    Made of bits: arithmetic gives 0 for the first, which is subnormal, in a thread that is told to take those for 0.
+    """
+    bits = np.arange(256, dtype=np.uint32) << 23
+    bits[0] = 1 << 22
+    values = bits.view(np.float32)
     values[255] = np.nan
-    return values.astype(np.float32)
+    return values
 
 
 @cache

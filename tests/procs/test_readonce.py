@@ -183,7 +183,7 @@ def load_late(path: str, moment: str) -> bool:
     late: list[bool] = []
     if is_late and moment == "before":
         time.sleep(LATE_S)
-    timeout_s = {"before": 3 * LATE_S, "within": 2}[moment]
+    timeout_s = {"before": 3 * LATE_S, "within": 5}[moment]
     report = sf.load_model(
         model, path, node_of_rank=NODES, read_once="always", on_progress=be_late, timeout_s=timeout_s
     )

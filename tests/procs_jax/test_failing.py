@@ -107,7 +107,7 @@ def load_late_within(path: str) -> bool:
             time.sleep(LATE_S)
 
     nodes = [0] * jax.process_count()
-    sf.load(path, target(), read_once="always", node_of_rank=nodes, on_progress=be_late, timeout_s=2)
+    sf.load(path, target(), read_once="always", node_of_rank=nodes, on_progress=be_late, timeout_s=5)
     return bool(late)
 
 

@@ -81,6 +81,7 @@ class Uploads:
                 size=file.size,
                 room=self._room,
                 is_confirmed=self._are_confirmed,
+                retry_s=self._target.patience.retry_s,
             )
             self.begun[name].write(np.frombuffer(file.header, np.uint8), self._check)
         return _StreamedFile(self.begun[name], self._check)
@@ -228,9 +229,12 @@ class Uploading:
     def _abort(self) -> None:
         if self._is_published:
             return
-        for name, upload in self._uploads.begun.items() if self._uploads else ():
-            if name not in self._completed:
-                upload.abort()
+        begun = self._uploads.begun if self._uploads else {}
+        left = [upload for name, upload in begun.items() if name not in self._completed]
+        for upload in left:  # all at once: each may take as long as the store is given to answer
+            upload.abandon()
+        for upload in left:
+            upload.abort()
         try:
             self._target.delete(self._completed)
             if self._begun is not None and self._target.is_claimed:

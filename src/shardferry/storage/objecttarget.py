@@ -81,14 +81,14 @@ class ObjectTarget:
             )
         self.root = redact(url).rstrip("/")
         self._url = url.rstrip("/")
-        self._patience = WRITE_PATIENCE.within(timeout_s)
+        self.patience = WRITE_PATIENCE.within(timeout_s)
         self._tag: str | None = None
         self.is_claimed = False  # whether the marker stands in the place of the index
 
     @cached_property
     def client(self) -> Client:
         """Writes below the folder."""
-        return make_client(self._url, self._patience, retries=True)
+        return make_client(self._url, self.patience, retries=True)
 
     def look(self, naming: Naming) -> ObjectState:
         """Return what is there.

@@ -97,7 +97,9 @@ class Room:
 class Upload:
     """An object on its way."""
 
-    def __init__(self, client: Client, name: str, where: str, *, size: int, room: Room, is_confirmed: bool) -> None:
+    def __init__(
+        self, client: Client, name: str, where: str, *, size: int, room: Room, is_confirmed: bool, retry_s: float
+    ) -> None:
         """Begin to send.
 
         Args:
@@ -107,6 +109,7 @@ class Upload:
             size: Bytes it will have.
             room: Where the memory of parts comes from.
             is_confirmed: Whether it must be known that parts have arrived before the object is completed.
+            retry_s: For how long it is begun again if it cannot be begun.
         """
         self.where = where
         self.size = size
@@ -121,7 +124,9 @@ class Upload:
         self._sent: list[weakref.ref[Bytes]] = []
         self._filled = self._written = 0
         self._error: Exception | None = None
-        self._has_begun = self._is_abandoned = False
+        self._has_begun = self._is_done = False
+        self._retry_s = retry_s
+        self._abandoned = threading.Event()
         self._all_taken = threading.Event()
         self._thread = threading.Thread(target=self._send, name=f"upload {name}", daemon=True)
         self._thread.start()
@@ -167,12 +172,12 @@ class Upload:
             check()
 
     def raise_if_failed(self) -> None:
-        """Raise if it has ended, which it must not before it is completed or aborted.
+        """Raise if it has ended without being completed.
 
         Raises:
             StorageError: If the store has refused a part.
         """
-        if self._thread.is_alive():
+        if self._thread.is_alive() or self._is_done:
             return
         if self._error is not None:
             raise translate(self._error, self.where) from None
@@ -185,12 +190,16 @@ class Upload:
             StorageError: If the store does not confirm it.
         """
         self._end()
-        if self._error is not None:
-            raise translate(self._error, self.where) from None
+        self.raise_if_failed()
+
+    def abandon(self) -> None:
+        """Begin to give up; `abort` waits until that is done."""
+        self._abandoned.set()
+        self._queue.put(None)
 
     def abort(self) -> None:
         """Give up: the parts that have been sent are removed."""
-        self._is_abandoned = True
+        self.abandon()
         self._end()
 
     def _new_buffer(self, check: Callable[[], None]) -> Bytes:
@@ -216,6 +225,7 @@ class Upload:
     def _send(self) -> None:
         from obstore import put  # noqa: PLC0415 - an extra
 
+        last_beginning = time.monotonic() + self._retry_s
         for _ in range(BEGINNINGS):
             try:
                 put(
@@ -232,16 +242,17 @@ class Upload:
                 self._error = error
                 if self._has_begun or status_of(error) is not None:
                     return
-                time.sleep(PAUSE_S)
+                if self._abandoned.wait(PAUSE_S) or time.monotonic() > last_beginning:
+                    return
             else:
-                self._error = None
+                self._is_done = True
                 return
 
     def _parts(self) -> Iterator[Bytes]:
         while True:
             parts = self._queue.get()
             self._has_begun = True
-            if self._is_abandoned:
+            if self._abandoned.is_set():
                 raise _AbandonedError
             if parts is None:
                 return

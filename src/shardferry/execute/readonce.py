@@ -299,7 +299,7 @@ class _Turn(NamedTuple):
 
 def _carried(piece: Piece, units: Units) -> Copy:
     """Return the copy that reads a piece into a buffer."""
-    unit = units.units[piece.unit]
+    unit = units.unit(piece.unit)
     collapsed = collapse(piece.region, piece.segment.shape, piece.segment.bits)
     return Copy(
         file=unit.file,

@@ -25,7 +25,7 @@ from shardferry.format.rankfiles import SHARDING_INFO, merge_boxes, saved_offset
 from shardferry.format.savenames import inner_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from shardferry.format.files import Files
 
@@ -255,13 +255,14 @@ def _broken_promise(index: str, name: str, file: str, info: TensorInfo | None) -
 def _compare_total(hub_index: HubIndex, index: str, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
     if hub_index.total_size is None:
         return []
-    held = _sum_bytes(tensors, tensors)
-    promised = _sum_bytes(tensors, hub_index.weight_map)
-    if hub_index.total_size in (held, promised):
+    held = _sum_bytes(tensors.values())
+    if hub_index.total_size == held:
+        return []
+    if hub_index.total_size == _sum_bytes(tensors[name] for name in hub_index.weight_map if name in tensors):
         return []
     text = f"{shown(index)}: total_size is {shown(str(hub_index.total_size))}, the tensors have {held} bytes"
     return [Problem(text, index, "warning")]
 
 
-def _sum_bytes(tensors: Mapping[str, TensorInfo], names: Collection[str]) -> int:
-    return sum(tensors[name].num_bytes for name in names if name in tensors)
+def _sum_bytes(tensors: Iterable[TensorInfo]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from shardferry.geometry.region import Interval, Intervals, Region, make_region, overlap, select, whole
+from shardferry.geometry.region import Interval, Intervals, Region, make_region, select, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ def intersect(region: Region, other: Region) -> Region | None:
     """
     dims = []
     for mine, theirs in zip(region.dims, other.dims, strict=True):
-        common = tuple(part for start, stop in theirs for part in overlap(mine, start, stop)[0])
+        common = mine if mine == theirs else _common(mine, theirs)
         if not common:
             return None
         dims.append(common)
@@ -92,6 +92,15 @@ def byte_boxes(shape: Sequence[int], bits: int, max_bytes: int) -> Iterator[tupl
 
 # Sub-byte dtypes start and end on a byte only at multiples of 2 (F4) and 4 (F6) elements.
 ALIGNED_ELEMENTS = 4
+
+
+def _common(mine: Intervals, theirs: Intervals) -> Intervals:
+    return tuple(
+        (max(low, start), min(high, stop))
+        for start, stop in theirs
+        for low, high in mine
+        if low < stop and high > start
+    )
 
 
 def _run_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Interval, ...]]:

@@ -13,6 +13,7 @@ import json
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,19 +49,35 @@ class Unit(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """Everything stored that is not empty.
+    """Everything stored that is not empty, in the order of the files and of the bytes within.
+
+    Columns, as there may be 100,000 units: arrays of shape (num_units,).
 
     Attributes:
-        units: In the order of the files and of the bytes within.
-        numbers: Position in `units`, by file and start.
-        bits: Bits per element of each, shape (num_units,).
+        names: Names of the files.
+        files: Number of the file of each unit.
+        starts: Offset in the file of its first byte.
+        dtypes: Its safetensors dtype.
+        bits: Its bits per element.
+        numbers: Number of a unit, by file and start.
     """
 
-    units: tuple[Unit, ...]
-    numbers: Mapping[tuple[str, int], int]
+    names: tuple[str, ...]
+    files: Numbers
+    starts: Numbers
+    dtypes: tuple[str, ...]
     bits: Numbers
+    numbers: Mapping[str, Mapping[int, int]]
+
+    def unit(self, number: int) -> Unit:
+        """Return one unit."""
+        return Unit(self.names[self.files[number]], int(self.starts[number]), self.dtypes[number])
+
+    def number(self, file: str, start: int) -> int:
+        """Return the number of the unit at a place."""
+        return self.numbers[file][start]
 
 
 class Row(NamedTuple):
@@ -109,15 +126,18 @@ class Pattern(NamedTuple):
 def number_units(index: CheckpointIndex) -> Units:
     """Return the units of a checkpoint; the same on every rank that has its index."""
     order = {name: position for position, name in enumerate(index.files)}
-    found = [
-        (order[part.file], part.span[0], part.file, info.dtype)
-        for info in index.tensors.values()
-        for part in info.parts or (info,)
-        if part.span[0] < part.span[1]
-    ]
-    units = tuple(Unit(file, start, dtype) for _, start, file, dtype in sorted(found))
-    numbers = {(unit.file, unit.start): number for number, unit in enumerate(units)}
-    return Units(units, numbers, np.array([BITS[unit.dtype] for unit in units], np.int64))
+    stored = [(part, info.dtype) for info in index.tensors.values() for part in info.parts or (info,)]
+    files = np.array([order[part.file] for part, _ in stored], np.int64)
+    spans = np.array([part.span for part, _ in stored], np.int64).reshape(-1, 2)
+    which = np.lexsort((spans[:, 0], files))
+    which = which[spans[which, 0] < spans[which, 1]]
+    files, starts = files[which], spans[which, 0]
+    dtypes = tuple(stored[at][1] for at in which.tolist())
+    numbers: dict[str, dict[int, int]] = {file: {} for file in order}
+    names = tuple(order)
+    for number, (file, start) in enumerate(zip(files.tolist(), starts.tolist(), strict=True)):
+        numbers[names[file]][start] = number
+    return Units(names, files, starts, dtypes, np.array([BITS[dtype] for dtype in dtypes], np.int64), numbers)
 
 
 def wants_of(plan: LoadPlan, units: Units) -> Wants:
@@ -125,7 +145,7 @@ def wants_of(plan: LoadPlan, units: Units) -> Wants:
     regions: dict[tuple[int, tuple[int, ...]], set[Region]] = defaultdict(set)
     for tensor in plan.tensors:
         for copy in tensor.copies:
-            regions[units.numbers[copy.file, copy.start], copy.shape].add(copy.region)
+            regions[units.number(copy.file, copy.start), copy.shape].add(copy.region)
     found: dict[tuple[tuple[int, ...], tuple[Region, ...]], list[int]] = defaultdict(list)
     for (unit, shape), held in sorted(regions.items()):
         found[shape, tuple(sorted(held, key=lambda region: region.dims))].append(unit)
@@ -134,13 +154,15 @@ def wants_of(plan: LoadPlan, units: Units) -> Wants:
 
 def wants_to_bytes(wants: Wants) -> bytes:
     """Return what a rank tells first: its wants, and of each the hash of the units."""
-    rows = [[shape, [region.dims for region in regions], _hash(units)] for (shape, regions), units in wants.items()]
-    return json.dumps(rows, separators=(",", ":")).encode()
+    rows = [
+        [_json([shape, [region.dims for region in regions]]), _hash(units)] for (shape, regions), units in wants.items()
+    ]
+    return _json(rows).encode()
 
 
 def rows_from_bytes(data: bytes) -> tuple[Row, ...]:
     """Return the wants that `wants_to_bytes` encoded."""
-    return tuple(Row(tuple(shape), tuple(map(_region, regions)), units) for shape, regions, units in json.loads(data))
+    return tuple(Row(*_want(text), units) for text, units in json.loads(data))
 
 
 def sets_to_bytes(wants: Wants, rows: Sequence[Sequence[Row]], rank: int) -> bytes:
@@ -194,7 +216,7 @@ def patterns_of(demand: Demand, units: Units, shapes: Mapping[tuple[int, ...], N
         for name in tellers[shape]:
             signs[demand.sets[name]] += np.uint64(name)
         _, first, inverse = np.unique(signs[members], return_index=True, return_inverse=True)
-        wants = _wants_at(demand, tellers[shape], members[first], len(units.units))
+        wants = _wants_at(demand, tellers[shape], members[first], len(units.bits))
         by_pattern = np.split(members[np.argsort(inverse, kind="stable")], np.cumsum(np.bincount(inverse))[:-1])
         for alike, wanted in zip(by_pattern, wants, strict=True):
             yield Pattern(shape, int(units.bits[alike[0]]), alike, wanted)
@@ -242,6 +264,17 @@ def _first_told(rows: Sequence[Sequence[Row]]) -> list[list[int]]:
         seen.update(names)
         found.append(names)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _want(text: str) -> tuple[tuple[int, ...], tuple[Region, ...]]:
+    """Return the shape and the regions that a text tells: many ranks tell the same, which is decoded once."""
+    shape, regions = json.loads(text)
+    return tuple(shape), tuple(map(_region, regions))
+
+
+def _json(told: object) -> str:
+    return json.dumps(told, separators=(",", ":"))
 
 
 def _region(dims: list[list[list[int]]]) -> Region:

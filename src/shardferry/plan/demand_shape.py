@@ -29,9 +29,7 @@ def shape_demand(demand: Demand, units: Units, index: CheckpointIndex, *, world_
         world_size: Ranks of the job.
         seek_bytes: What one more request costs, in bytes; see `CostModel`.
     """
-    number = {file: at for at, file in enumerate(index.files)}
-    files = np.array([number[unit.file] for unit in units.units], np.int64)
-    starts = np.array([unit.start for unit in units.units], np.int64)
+    files, starts = units.files, units.starts
     patterns: list[Pattern] = []
     members = [np.zeros(0, np.int64)]
     known: dict[tuple[object, ...], Parts] = {}

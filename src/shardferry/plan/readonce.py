@@ -358,7 +358,7 @@ def _direct(plan: LoadPlan, units: Units, alone: Mapping[View, Sequence[Region]]
     for tensor in plan.tensors:
         copies: list[Copy] = []
         for copy in tensor.copies:
-            regions = alone.get((units.numbers[copy.file, copy.start], copy.shape))
+            regions = alone.get((units.number(copy.file, copy.start), copy.shape))
             if regions is None:
                 copies.append(copy)
             else:
@@ -373,7 +373,7 @@ def _copies_by_view(plan: LoadPlan, units: Units) -> dict[View, tuple[tuple[str,
     found: dict[View, tuple[tuple[str, Copy], ...]] = {}
     for tensor in plan.tensors:
         for copy in tensor.copies:
-            view = (units.numbers[copy.file, copy.start], copy.shape)
+            view = (units.number(copy.file, copy.start), copy.shape)
             found[view] = (*found.get(view, ()), (tensor.name, copy))
     return found
 

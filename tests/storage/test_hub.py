@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,11 @@ from tests.storage.hub_server import COMMIT, TOKEN, Hub, hub_server
 
 from shardferry.errors import CheckpointNotFoundError, InvalidInputError, StorageError
 from shardferry.execute.open import open_checkpoint
+from shardferry.storage.client import Patience
+from shardferry.storage.hub import HubSource
 from shardferry.storage.hubpath import HubPath, parse_hub_path
 from shardferry.storage.location import locate
+from shardferry.storage.object import ObjectFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,6 +160,25 @@ def test_names_and_revisions_are_told_apart() -> None:
     assert parse_hub_path("org/name@refs") == HubPath("org/name", "refs", None)
     assert parse_hub_path("org/name/file.safetensors") is None
     assert parse_hub_path("./org/name") is None
+
+
+@pytest.mark.parametrize("revision", ["main", COMMIT], ids=["description", "file"])
+def test_a_hub_that_does_not_answer_is_an_error_in_bounded_time(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, revision: str
+) -> None:
+    assert hub.url
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        patience = Patience(stall_s=0.2, request_s=0.4, retry_s=0.4)
+        files = ObjectFiles(HubSource(HubPath("org/model", revision, None), patience), patience)
+        began = time.monotonic()
+
+        with pytest.raises(StorageError, match=r"hf://org/model.*gave up after \d+ failed requests"):
+            files.size("model.safetensors")
+
+        assert time.monotonic() - began < 8
 
 
 def test_the_command_line_reads_from_the_endpoint_of_the_environment(hub: Hub) -> None:

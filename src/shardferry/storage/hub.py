@@ -127,7 +127,9 @@ class HubSource:
                 from huggingface_hub import HfApi  # noqa: PLC0415 - an extra
 
                 with _understood(f"hf://{self._hub.repo}"):
-                    info = HfApi().model_info(self._hub.repo, revision=self._hub.revision)
+                    info = HfApi().model_info(
+                        self._hub.repo, revision=self._hub.revision, timeout=self._patience.stall_s
+                    )
                 self._commit = info.sha or self._hub.revision or "main"
                 self._files = tuple(each.rfilename for each in info.siblings or ())
 
@@ -145,7 +147,7 @@ class HubSource:
         url = hf_hub_url(self._hub.repo, name, revision=commit)
         token = get_token()
         with _understood(where):
-            found = get_hf_file_metadata(url, token=token or False)
+            found = get_hf_file_metadata(url, token=token or False, timeout=self._patience.stall_s)
         place = urlsplit(found.location)
         folder, _, last = place.path.rpartition("/")
         # The token is for the Hub alone: a signed URL of another host needs none, and some refuse it.

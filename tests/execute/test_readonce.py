@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,14 @@ import pytest
 from shardferry.convert.ops import Stored, concatenate, transpose
 from shardferry.errors import CheckpointChangedError, RankFailedError, ShardingError
 from shardferry.execute.costs import mount_below, remember
+from shardferry.execute.job import estimate_load
 from shardferry.execute.reading import Sharing, check_plans
 from shardferry.geometry.region import Region, box, whole
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split
 from shardferry.plan.costmodel import PRESETS
 from shardferry.plan.match import Rules
 from shardferry.testing.groups import rank_outcomes, run_ranks
-from shardferry.units import MIB
+from shardferry.units import GIB, MIB
 
 from .arrays import ArrayAdapter, load, request, save, target
 from .movers import Wires
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from shardferry.convert.ops import Expression
     from shardferry.execute.report import LoadReport, Progress
+    from shardferry.plan.estimate import Estimate
     from shardferry.transport.base import Group
 
 W = np.arange(12 * 10, dtype=np.float32).reshape(12, 10)
@@ -93,21 +96,28 @@ def test_rows_columns_and_copies_arrive_in_any_number_of_rounds(
     assert "storage" in reports[0].strategy
 
 
-def test_files_that_are_memory_are_read_by_each_rank_without_asking_what_others_want(
+def test_files_faster_than_the_links_are_read_by_each_rank_without_asking_what_others_want(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An estimate names the same way, though to read once costs fewer seeks: of a column, with holes that are read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = save(tmp_path, w=W)
-    remember(mount_below(path), PRESETS["memory"])
-    adapters = [ArrayAdapter([target("w", (12, 10), (12, 10))]) for _ in NODES]
+    wide = np.arange(8 * 106, dtype=np.float32).reshape(8, 106)
+    path = save(tmp_path, w=wide)
+    remember(mount_below(path), replace(PRESETS["memory"], seek_bytes=400, rank_bandwidth=100 * GIB))
+    column = Sharding(wide.shape, (box((0, 0), (8, 1)),) * 4)
+    adapters = [ArrayAdapter([target("w", wide.shape, (8, 1), column)]) for _ in NODES]
 
-    def run(group: Group) -> LoadReport:
+    def run(group: Group) -> tuple[LoadReport, Estimate]:
         sharing = Sharing("auto", MIB, partial(Wires().open, group.rank))
-        return load(group, adapters[group.rank], request(path, sharing=sharing, node_of_rank=NODES))
+        asked = request(path, sharing=sharing, node_of_rank=NODES)
+        estimate = estimate_load(group, adapters[group.rank], asked, sharing)
+        return load(group, adapters[group.rank], asked), estimate
 
-    (report, *_) = run_ranks(4, run)
+    ((report, estimate), *_) = run_ranks(4, run)
     assert report.strategy.endswith("storage gives a node ten times what other nodes can send it")
-    assert all(np.array_equal(adapter.arrays["w"], W) for adapter in adapters)
+    assert estimate.price("read-once per job").seconds < estimate.price("independent").seconds
+    assert estimate.chosen == "independent"
+    assert all(np.array_equal(adapter.arrays["w"], wide[:, :1]) for adapter in adapters)
 
 
 def test_transposes_and_parts_of_several_tensors_arrive(tmp_path: Path) -> None:

@@ -93,4 +93,9 @@ def _joined(parts: list[tuple[Intervals, ...]]) -> Iterable[tuple[Intervals, ...
 
 
 def _ranks(mask: int) -> tuple[int, ...]:
-    return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
+    ranks = []
+    while mask:  # bit by bit set: a few of a thousand ranks hold most tensors
+        lowest = mask & -mask
+        ranks.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return tuple(ranks)

@@ -206,11 +206,10 @@ def _parts(
     """Return the parts of a tensor with their holders, none for elements that nobody has."""
     if 0 in shape:
         return ()
-    present = set(ranks)
-    regions = tuple(
-        region_of(layout, shape, rank) if rank in present else None for rank in range(max(ranks, default=-1) + 1)
-    )
-    return tuple((atom.region, atom.holders) for atom in atoms_of(Sharding(shape, regions)))
+    regions: list[Region | None] = [None] * (max(ranks, default=-1) + 1)
+    for rank in ranks:
+        regions[rank] = region_of(layout, shape, rank)
+    return tuple((atom.region, atom.holders) for atom in atoms_of(Sharding(shape, tuple(regions))))
 
 
 def _share(region: Region, index: int, count: int) -> Region:

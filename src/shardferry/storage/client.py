@@ -39,7 +39,8 @@ class Patience(NamedTuple):
     Attributes:
         stall_s: After so long without a byte a request is given up and made again.
         request_s: The same after so long in all: it may be that bytes trickle.
-        retry_s: Requests that fail for so long, and bring nothing, are an error.
+        retry_s: Requests that fail for so long, and bring nothing, are an error; not less than `request_s`, as every
+            request is made again once.
     """
 
     stall_s: float
@@ -55,7 +56,7 @@ class Patience(NamedTuple):
 # Guesses: longer than any pause of a working store, shorter than anybody waits for a broken one.
 PATIENCE = Patience(stall_s=20.0, request_s=60.0, retry_s=120.0)
 # A checkpoint that is being opened may be a typing error: nobody waits long to be told. One stall is let pass.
-OPEN_PATIENCE = PATIENCE._replace(retry_s=25.0)
+OPEN_PATIENCE = PATIENCE._replace(request_s=30.0, retry_s=30.0)
 # Pauses between attempts double up to the second (guesses, as most clients of object stores have them).
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # A pause looks this often whether the work is to stop.
@@ -212,7 +213,7 @@ class Trouble:
             raise translate(error, self._where) from None
         now = time.monotonic()
         self._tries += 1
-        if now - self._since >= self._patience.retry_s:
+        if self._tries > 1 and now - self._since >= self._patience.retry_s:  # one failure may be chance
             raise StorageError(
                 f"{self._where}: gave up after {self._tries} failed requests in {now - self._since:.0f} s, the last: "
                 f"{cause_of(error)}"

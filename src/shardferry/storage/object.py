@@ -258,8 +258,8 @@ class ObjectFile:
                 chunk = chunk[: stop - position]
                 scatter.take(chunk)
                 position += len(chunk)
-                trouble.clear()
                 on_read(len(chunk), 0)
+                trouble.clear()  # after the callback: what time that takes is not the store's
 
 
 def _check_pin(answer: Answer, pin: Pin, start: int, where: str) -> None:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 ROWS = 1 << 16
 # Columns of a row of 2 MiB, which is too long to be read whole.
 COLUMNS = 1 << 19
-TIMEOUT_S = 6.0
+# Opening, where everything is well, has a share of this: a request may bring nothing for 3 s, and is made again once.
+TIMEOUT_S = 9.0
 # Requests that are not for the first bytes of a file.
 TENSORS = r"GET .*bytes=(?!0-131071)"
 

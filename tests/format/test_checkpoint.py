@@ -129,14 +129,14 @@ def test_file_information_is_what_identifies_the_header() -> None:
 def test_a_file_of_another_size_is_not_the_one_that_was_indexed() -> None:
     index, _ = read(SET)
     changed = MemoryFiles(SET | {ONE: SET[ONE] + b"x"})
-    with pytest.raises(CheckpointChangedError, match=rf"{ONE}.*another revision"):
+    with pytest.raises(CheckpointChangedError, match=rf"{ONE}.*another revision.*the same path, or fetch"):
         check_file(changed, ONE, index.files[ONE])
 
 
 def test_a_file_of_another_header_is_not_the_one_that_was_indexed() -> None:
     index, _ = read(SET)
     changed = MemoryFiles(SET | {ONE: SET[ONE].replace(b"weight", b"weighs")})
-    with pytest.raises(CheckpointChangedError, match=rf"{ONE}.*header.*another revision"):
+    with pytest.raises(CheckpointChangedError, match=rf"{ONE}.*header.*another revision.*the same path, or fetch"):
         check_file(changed, ONE, index.files[ONE])
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Guesses: a page each, and as many of a file as cost nothing beside the reading of it.
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 16
+# What to do about another revision: of two folders of one node, or of two nodes.
+_SAME = "Give every rank the same path, or fetch the same revision on every node."
 
 
 def read_checkpoint(files: Files, entry: str | None, variant: str | None) -> tuple[CheckpointIndex, list[Problem]]:
@@ -71,7 +73,7 @@ def read_checkpoint(files: Files, entry: str | None, variant: str | None) -> tup
 def check_file(files: Files, name: str, expected: FileInfo) -> None:
     """Check that a file is the one whose header the index came from, by its size and its header's hash.
 
-    Called by one rank per node, whose copy of the file may be another revision.
+    Called by the first rank of a node and folder, whose copy of the file may be another revision.
 
     Raises:
         CheckpointChangedError: If size or header differ.
@@ -83,13 +85,13 @@ def check_file(files: Files, name: str, expected: FileInfo) -> None:
     if size != expected.size:
         raise CheckpointChangedError(
             f"{where} has {size} bytes here, {expected.size} where the index was read: it is another revision"
-            " or an unfinished copy. Fetch the same revision on every node."
+            f" or an unfinished copy. {_SAME}"
         )
     digest = hashlib.sha256(files.read(name, 0, expected.header_bytes)).hexdigest()
     if digest != expected.header_sha256:
         raise CheckpointChangedError(
             f"{where} has another header here (sha256 {digest[:12]}...) than where the index was read"
-            f" ({expected.header_sha256[:12]}...): it is another revision. Fetch the same revision on every node."
+            f" ({expected.header_sha256[:12]}...): it is another revision. {_SAME}"
         )
 
 

@@ -238,11 +238,12 @@ def concatenate(parts: Sequence[Expression], dim: int) -> Expression:
     dim = dim_of(first, dim)
     tiles: list[Tile] = []
     size = 0
+    before, behind = (0,) * dim, (0,) * (len(first) - dim - 1)
     for part in parts:
-        if _without(part.shape, dim) != _without(first, dim):
+        if part.shape != first and _without(part.shape, dim) != _without(first, dim):
             message = f"parts of shape {first} and {part.shape} cannot be joined along dim {dim}"
             raise InvalidInputError(message)
-        tiles.append(Tile(tuple(size if d == dim else 0 for d in range(len(first))), part))
+        tiles.append(Tile((*before, size, *behind), part))
         size += part.shape[dim]
     return Tiled((*first[:dim], size, *first[dim + 1 :]), tuple(tiles))
 

@@ -369,14 +369,16 @@ def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 def _check_alike(tensors: Sequence[Tensor], free: int | None) -> None:
     """Raise `InvalidInputError` unless tensors have one dtype and one shape, but for a dim that is free."""
-    first = tensors[0]
+    first, shape = tensors[0], tensors[0].shape
     for tensor in tensors:
         if tensor.dtype != first.dtype:
             raise InvalidInputError(f"{first.name} has dtype {first.dtype}, but {tensor.name} {tensor.dtype}")
-        same = [a == b or dim == free for dim, (a, b) in enumerate(zip(first.shape, tensor.shape, strict=False))]
-        if len(first.shape) != len(tensor.shape) or not all(same):
+        if tensor.shape == shape:
+            continue
+        same = [a == b or dim == free for dim, (a, b) in enumerate(zip(shape, tensor.shape, strict=False))]
+        if len(shape) != len(tensor.shape) or not all(same):
             raise InvalidInputError(
-                f"{first.name} has shape {list(first.shape)}, but {tensor.name} has shape {list(tensor.shape)}"
+                f"{first.name} has shape {list(shape)}, but {tensor.name} has shape {list(tensor.shape)}"
             )
 
 

@@ -159,12 +159,18 @@ def test_a_scale_that_does_not_fit_its_weight_is_named(tmp_path: Path) -> None:
 def test_a_configuration_of_quantization_names_modules_as_the_weights_are_named(
     tmp_path: Path, conversions: GivenConversions, gate: str
 ) -> None:
+    """Their ends too, if that changes them; regular expressions and what is no module's stay."""
     options = {**TEXT, "num_hidden_layers": 1, "num_local_experts": 2}
     model = AutoModelForCausalLM.from_config(transformers.MixtralConfig(**options))
-    listed = ["model.layers.0.mlp.gate", "model.layers.0.mlp.*"]
+    kept = ["re:.*lm_head", "re:.*mlp.*", "gate", "*gate", "visual", "*"]
+    ends = ["mlp.gate", "*.mlp.gate", "layers.0.mlp.*"]
+    listed = ["model.layers.0.mlp.gate", "model.layers.0.mlp.*", "model.layers.7.mlp", *ends, *kept]
     model.config.quantization_config = {**FP8, "modules_to_not_convert": listed}
     sf.save_model(model, tmp_path / "out", conversions=conversions)
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["quantization_config"]["modules_to_not_convert"] == [f"{gate}gate", f"{gate}*"]
+    moe = gate.split(".")[-2]
+    names = [f"{gate}gate", f"{gate}*", gate.replace("0", "7").removesuffix(".")]
+    spelled = [*names, f"{moe}.gate", f"*.{moe}.gate", f"layers.0.{moe}.*", *kept]
+    assert config["quantization_config"]["modules_to_not_convert"] == spelled
     assert f"{gate}gate.weight" in load_file(tmp_path / "out/model.safetensors")
     assert model.config.quantization_config["modules_to_not_convert"] == listed

@@ -55,7 +55,7 @@ class Conversions(Protocol):
         ...
 
     def module_in_checkpoint(self, name: str) -> str:
-        """Return how the checkpoint spells the name of a module, or a pattern of such names, of the model."""
+        """Return how the checkpoint spells the name of a module, from the top, or a pattern of such names."""
         ...
 
     def ignores(self, name: str, is_ignored: Callable[[str], bool]) -> bool:
@@ -105,18 +105,17 @@ def to_checkpoint(tensors: Mapping[str, Tensor], conversions: Sequence[Rule] | C
 
 
 def module_in_checkpoint(name: str, conversions: Sequence[Rule] | Conversions) -> str:
-    """Return how a checkpoint spells the name of a module, or a pattern of such names (`layers.*`), of a model.
+    """Return how a checkpoint spells the name of a module, from the top, or a pattern of such names, of a model.
 
     Of rules, those that rename count: a `Convert` names tensors, of which a module may have several.
     """
     if not isinstance(conversions, Sequence):
         return conversions.module_in_checkpoint(name)
-    stem = name.rstrip(".*")
-    weight = f"{stem}.weight"  # what renamings are written for
+    weight = f"{name}.weight"  # what renamings are written for
     for rule in reverse_rules([rule for rule in conversions if not isinstance(rule, Convert)]):
         assert not isinstance(rule, Convert)
         weight = _renaming(rule)(weight)
-    return weight.removesuffix(".weight") + name[len(stem) :]
+    return weight.removesuffix(".weight")
 
 
 def apply_rules(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> Converted:

@@ -133,12 +133,11 @@ class FamilyConversions:
         return Converted(made, (), left_behind(made, tensors, taken))
 
     def module_in_checkpoint(self, name: str) -> str:
-        """Return how checkpoints spell the name of a module, or a pattern of such names, of the model."""
+        """Return how checkpoints spell the name of a module, from the top, or a pattern of such names."""
         from transformers.core_model_loading import apply_renamings  # noqa: PLC0415 - takes seconds
 
         # Renamings are written for the names of weights.
-        stem = name.rstrip(".*")
-        return apply_renamings(f"{stem}.", self._reversed()[0]).removesuffix(".") + name[len(stem) :]
+        return apply_renamings(f"{name}.", self._reversed()[0]).removesuffix(".")
 
     def ignores(self, name: str, is_ignored: Callable[[str], bool]) -> bool:
         """Return whether a name of the checkpoint is of no use on purpose; asked after `to_model`."""

@@ -9,7 +9,8 @@ by `from_pretrained` of transformers from the first (`transformers`). `fp8`: the
 with block-scaled FP8 (`block FP8`), and from one that holds bf16 (`bf16`): as many bytes in memory, half as many to
 read. Every way runs in processes of its own, twice, of which the second call counts; rounds are interleaved. Building
 the model on the meta device is on the clock for all. All read from the page cache. Prints ratios inside a round, and
-writes the raw records to `benchmarks/results/`. """
+writes the raw records to `benchmarks/results/`.
+"""
 
 from __future__ import annotations
 

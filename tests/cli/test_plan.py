@@ -16,6 +16,8 @@ from shardferry.plan.costmodel import PRESETS, cost_model_to_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.tools.s3 import Bucket
+
 LAYERS = [tensor(f"layers.{n}.up.weight", "BF16", (64, 16)) for n in range(4)]
 NORM = tensor("norm.weight", "F32", (16,))
 LAYER_BYTES, NORM_BYTES = 64 * 16 * 2, 16 * 4
@@ -108,3 +110,16 @@ def test_no_framework_is_imported(checkpoint: Path) -> None:
         "assert not {'torch', 'jax', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_a_plan_of_a_bucket_is_that_of_the_same_files_in_a_folder(
+    checkpoint: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.put("ckpt/model.safetensors", (checkpoint / "model.safetensors").read_bytes())
+    words = ("--mesh", "dp=2,tp=2", "--shard", ".*up.*=0@tp", "--ranks-per-node", 2, "--cost", "object_store", "--json")
+    plans = []
+    for path in (checkpoint, f"s3://{bucket.name}/ckpt"):
+        code, out, err = run(capsys, "plan", path, *words)
+        assert code == 0, err
+        plans.append({name: value for name, value in json.loads(out).items() if name != "path"})
+    assert plans[0] == plans[1]

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardferry.convert.table import describe_rule
@@ -33,6 +34,7 @@ from shardferry.execute.reading import (
     agree_on_estimate,
     agree_on_reading,
     may_share,
+    plan_together,
     read_alone,
 )
 from shardferry.execute.readonce import Rounds, execute_rounds
@@ -272,21 +274,14 @@ def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:
 
 
 def _plan(group: Group, known: _Known, request: Request) -> Reading:
-    plans: list[LoadPlan] = []
-
-    def work() -> bytes:
-        plans.append(_plan_own(group, known, request))
-        return b""
-
     opened, nodes = known.opened, known.opened.origins.nodes
+    make_plan = partial(_plan_own, group, known, request)
     if request.sharing is not None and may_share(nodes, opened.cost, request.sharing):
         view = View(opened.index, nodes, opened.cost, request.sharing)
-        return agree_on_reading(group, view, lambda: _plan_own(group, known, request))
-    if opened.origins.has_checker():
-        together(group, "plan", work)
-    else:
-        work()  # rank 0 has looked at the files; an error here still reaches all ranks, when they read
-    return read_alone(plans[0], request.sharing)
+        return agree_on_reading(group, view, make_plan)
+    # Where nobody checks, rank 0 has looked at the files; an error here still reaches all ranks, when they read.
+    plan = plan_together(group, make_plan) if opened.origins.has_checker() else make_plan()
+    return read_alone(plan, request.sharing)
 
 
 def _plan_own(group: Group, known: _Known, request: Request) -> LoadPlan:

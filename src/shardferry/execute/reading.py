@@ -159,7 +159,7 @@ def agree_on_reading(group: Group, view: View, make_plan: Callable[[], LoadPlan]
         ShardingError: If ranks do not plan the same, which is a fault of ours; names them.
     """
     if view.sharing.read_once == "auto" and not may_gain(view.nodes, view.cost):
-        return Reading(_plan_together(group, make_plan), None, _FAST_STORAGE)
+        return Reading(plan_together(group, make_plan), None, _FAST_STORAGE)
     agreed = agree_on_estimate(group, view, make_plan)
     estimate = agreed.estimate
     if estimate.chosen == "independent":
@@ -178,7 +178,8 @@ def agree_on_reading(group: Group, view: View, make_plan: Callable[[], LoadPlan]
     return Reading(agreed.plan, Exchange(once[0], agreed.units, is_needed), estimate.why)
 
 
-def _plan_together(group: Group, make_plan: Callable[[], LoadPlan]) -> LoadPlan:
+def plan_together(group: Group, make_plan: Callable[[], LoadPlan]) -> LoadPlan:
+    """Return this rank's plan, once all ranks have theirs. Collective."""
     plans: list[LoadPlan] = []
 
     def plan() -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pytest
@@ -26,13 +28,15 @@ from .arrays import ArrayAdapter, load, request, save, target
 from .movers import Wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardferry.convert.ops import Expression
     from shardferry.execute.report import LoadReport, Progress
     from shardferry.plan.estimate import Estimate
     from shardferry.transport.base import Group
+
+    from .movers import QueueMover
 
 W = np.arange(12 * 10, dtype=np.float32).reshape(12, 10)
 ROWS = MeshLayout((4,), (0, 1, 2, 3), (Split(0, 0),))
@@ -118,6 +122,76 @@ def test_files_faster_than_the_links_are_read_by_each_rank_without_asking_what_o
     assert estimate.price("read-once per job").seconds < estimate.price("independent").seconds
     assert estimate.chosen == "independent"
     assert all(np.array_equal(adapter.arrays["w"], wide[:, :1]) for adapter in adapters)
+
+
+def test_copies_of_a_checkpoint_on_one_machine_share_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what both ranks want is read from slow storage once, as if they were on two machines."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    copies = [save(tmp_path / str(rank), w=W) for rank in range(2)]
+    slow = replace(PRESETS["local"], seek_bytes=1, node_bandwidth=1e3, shared_bandwidth=1e3, stream_bandwidth=1e3)
+    remember(mount_below(copies[0]), slow)
+    adapters = [ArrayAdapter([target("w", (12, 10), (12, 10))]) for _ in copies]
+    wires = Wires()
+
+    def run(group: Group) -> LoadReport:
+        sharing = Sharing("auto", MIB, partial(wires.open, group.rank))
+        return load(group, adapters[group.rank], request(copies[group.rank], sharing=sharing))
+
+    (report, _) = run_ranks(2, run)
+    assert report.strategy.startswith("read-once per job")
+    assert report.total.bytes_read == W.nbytes
+    assert [mine.node for mine in report.ranks] == [0, 1]
+    assert all(np.array_equal(adapter.arrays["w"], W) for adapter in adapters)
+
+
+class LateMover:
+    """Exchanges a round only once the next one has been read: never, if that waits for the exchange."""
+
+    def __init__(self, mover: QueueMover, reads: threading.Semaphore, num_rounds: int) -> None:
+        self._mover, self._reads = mover, reads
+        self._awaited = iter([2, *[1] * (num_rounds - 2), 0])
+
+    def all_gather(
+        self, ranks: Sequence[int], send: np.ndarray, receive: np.ndarray, receive_sizes: Sequence[int]
+    ) -> None:
+        for _ in range(next(self._awaited)):
+            assert self._reads.acquire(timeout=60), "the next round is not read while this one is exchanged"
+        self._mover.all_gather(ranks, send, receive, receive_sizes)
+
+    def all_to_all(self, *_: object) -> NoReturn:
+        raise AssertionError
+
+
+def test_the_next_round_is_read_while_one_is_exchanged(tmp_path: Path) -> None:
+    path = save(tmp_path, w=W)
+    adapters = [ArrayAdapter([target("w", (12, 10), (12, 10))]) for _ in range(2)]
+    reads = [threading.Semaphore(0) for _ in range(2)]
+    (plain, _) = load_once(path, lambda rank: adapters[rank], count=2, exchange_bytes=200)
+    num_rounds = plain.ranks[0].requests
+    assert num_rounds > 2
+    wires = Wires()
+
+    @contextmanager
+    def open_late(rank: int, check: Callable[[], None]) -> Iterator[LateMover]:
+        with wires.open(rank, check) as mover:
+            yield LateMover(mover, reads[rank], num_rounds)
+
+    def run(group: Group) -> LoadReport:
+        landed = 0
+
+        def on_progress(step: Progress) -> None:
+            nonlocal landed
+            if step.bytes_done == landed:  # something was read, and nothing has landed in a tensor
+                reads[group.rank].release()
+            landed = step.bytes_done
+
+        sharing = Sharing("always", 200, partial(open_late, group.rank))
+        wanted = request(path, sharing=sharing, node_of_rank=(0, 1), on_progress=on_progress)
+        return load(group, adapters[group.rank], wanted)
+
+    report = run_ranks(2, run)[0]
+    assert report.total.bytes_read == W.nbytes
+    assert all(np.array_equal(adapter.arrays["w"], W) for adapter in adapters)
 
 
 def test_transposes_and_parts_of_several_tensors_arrive(tmp_path: Path) -> None:

@@ -232,6 +232,8 @@ def warm_job(
     targets: list[Target],
     sources: Mapping[str, Expression] | None = None,
     conversions: tuple[Rule, ...] = (),
+    *,
+    nodes: tuple[int, ...] | None = (0, 0, 1, 1),
     **changes: object,
 ) -> WarmReport:
     """Warm on 4 ranks, two on each node; a node sees the checkpoint under its own mount."""
@@ -243,13 +245,15 @@ def warm_job(
         variant=None,
         rules=rules,
         given_names=(),
-        node_of_rank=(0, 0, 1, 1),
+        node_of_rank=nodes,
         warm=request(**changes),
     )
     return run_warm(group, lambda: targets, asked)
 
 
-def test_the_ranks_of_a_node_share_what_it_needs(mounts: SlowMounts) -> None:
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), None])
+def test_the_ranks_of_a_node_share_what_it_needs(mounts: SlowMounts, nodes: tuple[int, ...] | None) -> None:
+    """Two mounts share no pages, and so are two nodes, also on one machine without being told."""
     for node in range(2):
         opened(mounts, node)
     done: dict[int, int] = {}
@@ -258,7 +262,8 @@ def test_the_ranks_of_a_node_share_what_it_needs(mounts: SlowMounts) -> None:
         def on_progress(step: Progress) -> None:
             done[step.rank] = step.bytes_done
 
-        return warm_job(group, mounts, [target(name, QUARTERS) for name in NAMES], on_progress=on_progress)
+        wanted = [target(name, QUARTERS) for name in NAMES]
+        return warm_job(group, mounts, wanted, nodes=nodes, on_progress=on_progress)
 
     reports = run_ranks(4, run)
     assert [report.ranks for report in reports] == [(0, 1), (0, 1), (2, 3), (2, 3)]

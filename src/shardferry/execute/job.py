@@ -174,8 +174,8 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
     mine = RankReport(group.rank)
     with mine.timed("open"):
         opened = share_opened(group, _call("load", request))
-    index, nodes = opened.index, opened.origins.nodes
-    mine.node = nodes[group.rank]
+    index = opened.index
+    mine.node = opened.nodes[group.rank]
     with mine.timed("agree"):
         matching, tables = _agree(group, index, adapter, request)
         unfitting = _unfitting(index, tables)
@@ -183,7 +183,7 @@ def run_load(group: Group, adapter: Adapter, request: Request) -> LoadReport:
     with mine.timed("plan"):
         known = _Known(opened, matching, tables)
         reading = _plan(group, known, request)
-    reports = _read(_Work(group, adapter, reading, index, _wanted_whole(known), nodes, request, mine))
+    reports = _read(_Work(group, adapter, reading, index, _wanted_whole(known), opened.origins.nodes, request, mine))
     ignored = tuple(names_in(index, (table.ignored for table in tables)))
     unmatched = tuple(map(describe_rule, matching.unmatched))
     report = LoadReport(
@@ -206,9 +206,9 @@ def estimate_load(group: Group, adapter: Adapter, request: Request, sharing: Sha
     matching, tables = _agree(group, opened.index, adapter, request)
     raise_problems(_unfitting(opened.index, tables), strict=request.strict)
     known = _Known(opened, matching, tables)
-    if not may_share(opened.origins.nodes, opened.cost, sharing):
+    if not may_share(opened.nodes, opened.cost, sharing):
         sharing = sharing._replace(read_once="never")
-    view = View(opened.index, opened.origins.nodes, opened.cost, sharing)
+    view = View(opened.index, opened.nodes, opened.cost, sharing)
     return agree_on_estimate(group, view, lambda: _plan_own(group, known, request)).estimate
 
 
@@ -274,10 +274,10 @@ def _unfitting(index: CheckpointIndex, tables: Sequence[Table]) -> Problems:
 
 
 def _plan(group: Group, known: _Known, request: Request) -> Reading:
-    opened, nodes = known.opened, known.opened.origins.nodes
+    opened = known.opened
     make_plan = partial(_plan_own, group, known, request)
-    if request.sharing is not None and may_share(nodes, opened.cost, request.sharing):
-        view = View(opened.index, nodes, opened.cost, request.sharing)
+    if request.sharing is not None and may_share(opened.nodes, opened.cost, request.sharing):
+        view = View(opened.index, opened.nodes, opened.cost, request.sharing)
         return agree_on_reading(group, view, make_plan)
     # Where nobody checks, rank 0 has looked at the files; an error here still reaches all ranks, when they read.
     plan = plan_together(group, make_plan) if opened.origins.has_checker() else make_plan()
@@ -312,7 +312,7 @@ def _wanted_whole(known: _Known) -> frozenset[str]:
     Whatever the layouts, all ranks together hold every byte of a tensor that any of them uses.
     """
     index = known.opened.index
-    if len(set(known.opened.origins.nodes)) > 1:
+    if len(set(known.opened.nodes)) > 1:
         return frozenset()
     wanted: Counter[str] = Counter()
     for name in names_in(index, (table.used for table in known.tables)):

@@ -16,7 +16,7 @@ from shardferry.execute.costs import storage_cost
 from shardferry.execute.open import open_checkpoint
 from shardferry.execute.options import check_alike
 from shardferry.execute.origins import Origin, Origins, is_in_doubt, origin_of
-from shardferry.execute.topology import nodes_of
+from shardferry.execute.topology import nodes_by_folder, nodes_of
 from shardferry.format.checkpoint import sample_files
 from shardferry.format.index import CheckpointIndex
 from shardferry.plan.costmodel import CostModel, cost_model_from_json, cost_model_to_json
@@ -62,11 +62,14 @@ class Opened:
         cost: What its storage costs rank 0: what another has measured or detected, on a node of its own, enters no
             plan.
         origins: Where every rank reads it.
+        nodes: The node of every rank: on one are those that share the checkpoint's pages in the page cache, or those
+            of which the caller says so.
     """
 
     index: CheckpointIndex
     cost: CostModel
     origins: Origins
+    nodes: tuple[int, ...]
 
 
 def share_opened(group: Group, call: Call) -> Opened:
@@ -96,7 +99,10 @@ def share_opened(group: Group, call: Call) -> Opened:
     origins = _check_calls([json.loads(data) for data in (first, *shared[1:])])
     index, cost = mine[0] if mine else _opened(*opened)
     samples = _share_samples(group, index) if is_in_doubt(nodes, origins) else {}
-    return Opened(index, cost, Origins(nodes, origins, samples))
+    shared_by = nodes
+    if call.node_of_rank is None:
+        shared_by = nodes_by_folder(nodes, [origin.identity for origin in origins])
+    return Opened(index, cost, Origins(nodes, origins, samples), shared_by)
 
 
 def _said(call: Call, nodes: Sequence[int]) -> bytes:

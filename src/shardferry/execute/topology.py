@@ -1,4 +1,7 @@
-"""Which ranks share a node, and so a page cache and a network link."""
+"""Which ranks share a node, and so a page cache and a network link.
+
+The kernel of each rank tells, and not the variables of a launcher, which say how processes were started.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardferry.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
 # More threads than this per rank gained nothing (measured on local disks).
 MAX_READ_THREADS = 4
@@ -30,9 +33,23 @@ def nodes_of(hosts: Sequence[str], node_of_rank: Sequence[int] | None) -> tuple[
     if node_of_rank is not None and len(node_of_rank) != len(hosts):
         message = f"node_of_rank has {len(node_of_rank)} entries for {len(hosts)} ranks"
         raise InvalidInputError(message)
-    said = list(hosts) if node_of_rank is None else [str(node) for node in node_of_rank]
-    numbers = {identity: number for number, identity in enumerate(dict.fromkeys(said))}
-    return tuple(numbers[identity] for identity in said)
+    return _numbered(hosts if node_of_rank is None else node_of_rank)
+
+
+def nodes_by_folder(nodes: Sequence[int], folders: Sequence[str]) -> tuple[int, ...]:
+    """Return the nodes again, those split on which ranks read different folders, counted from 0 in rank order.
+
+    Containers of one machine may each have a mount or a copy of their own, of whose pages they share none.
+
+    Args:
+        nodes: The node of every rank.
+        folders: What each rank reads, the same on ranks of one node exactly if they read the same folder.
+
+    Examples:
+        >>> nodes_by_folder([0, 0, 0, 1], ["mount a", "mount b", "mount b", "mount a"])
+        (0, 1, 1, 2)
+    """
+    return _numbered(list(zip(nodes, folders, strict=True)))
 
 
 def read_threads(nodes: Sequence[int], rank: int, *, is_local: bool) -> int:
@@ -45,3 +62,8 @@ def read_threads(nodes: Sequence[int], rank: int, *, is_local: bool) -> int:
         return max(MIN_REMOTE_THREADS, REMOTE_REQUESTS // ranks)
     usable = len(os.sched_getaffinity(0))
     return max(1, min(MAX_READ_THREADS, usable // ranks))
+
+
+def _numbered(identities: Sequence[Hashable]) -> tuple[int, ...]:
+    numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
+    return tuple(numbers[identity] for identity in identities)

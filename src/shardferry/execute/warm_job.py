@@ -106,7 +106,7 @@ def run_warm(group: Group, targets: Callable[[], Sequence[Target]], request: Job
     """
     begin = perf_counter()
     opened = share_opened(group, _call(request))
-    nodes = opened.origins.nodes
+    nodes = opened.nodes
     # A rank's own path: nodes may keep the checkpoint in different places.
     index = replace(opened.index, root=page_cached_root(request.path))
     job, sources, cost = _compare(group, index, targets, request)

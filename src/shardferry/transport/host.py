@@ -1,9 +1,9 @@
 """Which machine a rank runs on.
 
 Ranks on one kernel share its page cache, so what matters is the kernel and not the host name: two containers of one
-machine have two names and one boot id. The boot id of the Linux kernel is a random number drawn at boot. Virtual
-machines resumed from one snapshot share it although they are apart; a caller who runs such a fleet says which rank is
-on which node.
+machine have two names and one boot id, and containers of two machines may have one name. The boot id of the Linux
+kernel is a random number drawn at boot. Virtual machines resumed from one snapshot share it although they are apart; a
+caller who runs such a fleet says which rank is on which node.
 """
 
 from __future__ import annotations

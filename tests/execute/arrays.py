@@ -126,6 +126,9 @@ class ArraySaver:
     def source(self, name: str) -> ArraySource:
         return ArraySource(self.arrays[name])
 
+    def made_source(self, data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> ArraySource:
+        return ArraySource(data.view(DTYPES[dtype]).reshape(shape))
+
     def content(self, name: str) -> np.ndarray:
         return np.ascontiguousarray(self.arrays[name]).reshape(-1).view(np.uint8)
 

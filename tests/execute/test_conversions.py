@@ -25,7 +25,7 @@ from shardferry.conversions import (
     StripPrefix,
     Transpose,
 )
-from shardferry.errors import InvalidInputError, MismatchError, ShardferryError
+from shardferry.errors import InvalidInputError, MismatchError, RankFailedError, ShardferryError
 from shardferry.geometry.sharding import MeshLayout, Split, region_at
 from shardferry.plan.match import Rules
 from shardferry.testing.groups import rank_outcomes, run_ranks
@@ -206,6 +206,23 @@ def test_a_function_may_lie_at_another_address_on_every_rank(tmp_path: Path) -> 
         return load(group, ArrayAdapter([target("twice", (8, 3), (8, 3))]), request(path, rules=rules))
 
     run_ranks(2, work)
+
+
+def test_a_function_that_fails_on_one_rank_is_named_by_all(tmp_path: Path) -> None:
+    path = save(tmp_path, w=numbered(8, 3))
+
+    def work(group: Group) -> object:
+        def copied(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+            if group.rank == 1:
+                raise RuntimeError  # without a message: it is the error that counts, not its text
+            return arrays[0]
+
+        rules = rules_of(Convert(("w",), ("x",), (Custom(copied, (8, 3), "F32"),)))
+        return load(group, ArrayAdapter([target("x", (8, 3), (8, 3))]), request(path, rules=rules))
+
+    outcomes = rank_outcomes(3, work)
+    assert [type(outcome) for outcome in outcomes] == [RankFailedError, RuntimeError, RankFailedError]
+    assert all("read tensors failed on rank 1 of 3" in str(outcomes[rank]) for rank in (0, 2))
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_fsdp_wrapped_module."])

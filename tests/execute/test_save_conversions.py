@@ -13,6 +13,7 @@ from shardferry.conversions import (
     Chunk,
     Concatenate,
     Convert,
+    Custom,
     Dequantize,
     Interleave,
     Rename,
@@ -24,6 +25,7 @@ from shardferry.conversions import (
     Transpose,
     Unpad,
 )
+from shardferry.errors import RankFailedError
 from shardferry.geometry.sharding import MeshLayout, region_at
 from shardferry.geometry.sharding import Split as Cut
 from shardferry.plan import exchange
@@ -197,4 +199,56 @@ def test_what_could_not_be_loaded_again_is_refused_before_anything_is_written(
 
     outcomes = rank_outcomes(2, work)
     assert all(words in str(outcome) for outcome in outcomes), outcomes
+    assert list(tmp_path.iterdir()) == []
+
+
+def scaled(sources: tuple[str, ...], targets: tuple[str, ...], by: float, calls: list[float]) -> Convert:
+    """Return a rule that multiplies a tensor of 24 rows of 8 with a function, and goes back with another."""
+
+    def times(factor: float) -> Custom:
+        def function(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+            calls.append(factor)
+            return np.asarray(arrays[0] * np.float32(factor))
+
+        return Custom(function, (24, 8), "F32")
+
+    back = Convert(targets, sources, (times(1 / by), *[Chunk()] * (len(sources) > 1)))
+    return Convert(sources, targets, (Concatenate(), times(by)), back=back)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_what_a_function_computes_is_computed_once_and_written(tmp_path: Path, layout: MeshLayout) -> None:
+    """Also a part of it, and what one function makes of the result of another."""
+    calls: list[float] = []
+    rules = (
+        scaled(("a", "b"), ("x",), 2, calls),
+        scaled(("first",), ("second",), 4, calls),
+        scaled(("second",), ("y",), 8, calls),
+    )
+    w = numbered(24, 8)
+    hub = {"a": w[:12] / 2, "b": w[12:] / 2, "first": w / 32, "norm": w[0]}
+    report = check(tmp_path, {"x": w, "y": w, "norm": w[0]}, hub, layout, rules)
+    assert sorted(calls) == [1 / 8, 1 / 4, 1 / 2]
+    assert report.total.bytes_written == sum(array.nbytes for array in hub.values())
+
+
+def test_a_function_that_fails_on_one_rank_is_named_by_all_and_nothing_is_published(tmp_path: Path) -> None:
+    wires = Wires()
+
+    def work(group: Group) -> SaveReport:
+        def copied(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+            if group.rank == 1:
+                raise RuntimeError  # without a message: it is the error that counts, not its text
+            return arrays[0]
+
+        step = Custom(copied, (8, 3), "F32")
+        rule = Convert(("{n}.hub",), ("{n}",), (step,), back=Convert(("{n}",), ("{n}.hub",), (step,)))
+        targets = [target(name, (8, 3), (8, 3)) for name in "abc"]
+        arrays = {name: numbered(8, 3) for name in "abc"}
+        request = save_request(tmp_path / "saved", conversions=(rule,))
+        return save_arrays(group, ArraySaver(group, wires, targets, arrays), request)
+
+    outcomes = rank_outcomes(3, work)
+    assert [type(outcome) for outcome in outcomes] == [RankFailedError, RuntimeError, RankFailedError]
+    assert all("compute tensors failed on rank 1 of 3" in str(outcomes[rank]) for rank in (0, 2))
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -14,8 +14,11 @@ from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
+import shardferry
 import shardferry.jax as sf
 from shardferry import CheckpointExistsError, InvalidInputError
+from shardferry.conversions import Convert, Custom
+from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import Region
 from shardferry.jax.sources import ArraySource, Held
 from shardferry.plan.save import Write
@@ -70,6 +73,55 @@ def test_a_stacked_array_is_saved_as_its_tensors(tmp_path: Path, dim: int, spec:
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(saved) == sorted(names)
     assert np.array_equal(np.stack([saved[name] for name in names], dim), numbers(8, 8, 8))
+
+
+def test_what_a_function_computes_is_saved_and_loaded_again(tmp_path: Path) -> None:
+    step = Custom(lambda arrays: arrays[0][::-1], (8, 4), "F32")
+    rule = Convert(("w",), ("x",), (step,), back=Convert(("x",), ("w",), (step,)))
+    tree = {"x": jax.device_put(numbers(8, 4), cut("a", "b"))}
+    sf.save(tmp_path / "out", tree, conversions=[rule])
+    assert np.array_equal(load_file(tmp_path / "out" / "model.safetensors")["w"], numbers(8, 4)[::-1])
+    assert np.array_equal(sf.load(tmp_path / "out", tree, conversions=[rule])["x"], numbers(8, 4))
+
+
+# As in files: F4 has two elements in a byte, which NumPy keeps apart.
+EVERY: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "F4": ml_dtypes.float4_e2m1fn,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F32": np.float32,
+    "C64": np.complex64,
+    "F64": np.float64,
+    "I64": np.int64,
+    "U64": np.uint64,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bits_of_every_dtype_are_saved_and_loaded_as_they_are(tmp_path: Path, name: str) -> None:
+    dtype = np.dtype(EVERY[name])
+    bits = np.random.default_rng(0).integers(0, 256, 16 * 8 * dtype.itemsize, np.uint8)
+    bits &= {"BOOL": 1, "F4": 15}.get(name, 255)
+    with jax.enable_x64(True):  # noqa: FBT003 - JAX's signature
+        array = jax.device_put(bits.view(dtype).reshape(16, 8), cut("a", "b"))
+        sf.save(tmp_path / "out", {"w": array})
+        made = sf.load(tmp_path / "out", {"w": jax.ShapeDtypeStruct((16, 8), dtype, sharding=cut("b", "a"))})["w"]
+    assert shardferry.open_checkpoint(tmp_path / "out").tensors["w"].dtype == name
+    stored = (tmp_path / "out/model.safetensors").read_bytes()[-BITS[name] * 16 :]
+    assert stored == (bits[::2] | bits[1::2] << 4 if name == "F4" else bits).tobytes()
+    assert np.asarray(made).tobytes() == bits.tobytes()
 
 
 def test_floats_are_cast_when_asked(tmp_path: Path) -> None:

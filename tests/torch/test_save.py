@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import shardferry
 import shardferry.torch as sf
+from shardferry.conversions import Convert, Custom, Transpose
 from shardferry.errors import CheckpointExistsError, CheckpointWarning, InvalidInputError
 from shardferry.geometry.region import whole
 from shardferry.geometry.sharding import Sharding
@@ -24,6 +26,8 @@ from .test_load import EVERY, Model, pair, raw
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -126,6 +130,20 @@ def test_floats_are_cast_and_sizes_follow(tmp_path: Path) -> None:
     index = shardferry.open_checkpoint(tmp_path / "out")
     assert {name: info.dtype for name, info in index.tensors.items()} == {"w": "BF16", "i": "I64", "q": "F8_E4M3"}
     assert report.total.bytes_written == 128 + 32 + 8
+
+
+def test_what_a_function_computes_is_saved_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    def half(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+        return np.asarray(arrays[0] / 2)
+
+    def double(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+        return np.asarray(arrays[0] * 2)
+
+    back = Convert(("x",), ("w",), (Custom(half, (3, 2), "F32"), Transpose()))
+    rule = Convert(("w",), ("x",), (Transpose(), Custom(double, (3, 2), "F32")), back=back)
+    x = torch.arange(6.0).reshape(2, 3).t()
+    sf.save_state_dict({"x": x}, tmp_path / "out", conversions=[rule], dtype=torch.bfloat16)
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], (x.t() / 2).bfloat16())
 
 
 def test_a_meta_tensor_has_nothing_to_save(tmp_path: Path) -> None:

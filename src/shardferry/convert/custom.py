@@ -68,7 +68,7 @@ class WholeTensors:
         Raises:
             InvalidInputError: If that has another shape or width than the rule says.
         """
-        logger.warning("computing %s %s from whole tensors: every rank reads all of them", self.dtype, self.shape)
+        logger.warning("computing %s %s with a function of whole tensors", self.dtype, self.shape)
         numbers = [
             array.view(_NUMBERS.get(name, array.dtype)) for array, name in zip(operands, self.dtypes, strict=True)
         ]

@@ -175,15 +175,14 @@ def replace_leaves(expression: Expression, replacement: Callable[[Stored], Expre
     """Return an expression with every stored tensor replaced by another expression of the same shape."""
     if isinstance(expression, Stored):
         return replacement(expression)
-    if isinstance(expression, Transposed | Reshaped | Picked):
-        return replace(expression, of=replace_leaves(expression.of, replacement))
-    if isinstance(expression, Tiled):
-        tiles = (Tile(offsets, replace_leaves(part, replacement)) for offsets, part in expression.tiles)
-        return replace(expression, tiles=tuple(tiles))
+    return _with_parts(expression, lambda part: replace_leaves(part, replacement))
+
+
+def replace_computed(expression: Expression, replacement: Callable[[Computed], Expression]) -> Expression:
+    """Return an expression with every computed tensor that is not an operand of another one replaced."""
     if isinstance(expression, Computed):
-        operands = (replace_leaves(operand, replacement) for operand in expression.operands)
-        return replace(expression, operands=tuple(operands))
-    return expression
+        return replacement(expression)
+    return _with_parts(expression, lambda part: replace_computed(part, replacement))
 
 
 def transpose(of: Expression, axes: Sequence[int]) -> Expression:
@@ -387,3 +386,17 @@ def _swapped_factors(of: Expression, dim: int, groups: int, factors: tuple[int, 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _with_parts(expression: Expression, change: Callable[[Expression], Expression]) -> Expression:
+    """Return an expression with each of those it is directly made of changed; itself if none is."""
+    if isinstance(expression, Transposed | Reshaped | Picked):
+        of = change(expression.of)
+        return expression if of is expression.of else replace(expression, of=of)
+    if isinstance(expression, Tiled):
+        tiles = tuple(Tile(offsets, change(part)) for offsets, part in expression.tiles)
+        same = all(new.part is old.part for new, old in zip(tiles, expression.tiles, strict=True))
+        return expression if same else replace(expression, tiles=tiles)
+    if isinstance(expression, Computed):
+        return replace(expression, operands=tuple(map(change, expression.operands)))
+    return expression

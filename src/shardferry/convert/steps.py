@@ -203,7 +203,8 @@ class Dequantize:
 class Custom:
     """Compute a tensor with a function of your own, from whole operands: slow, for what no other step can do.
 
-    Every rank that wants any of the result reads all of the operands, and holds them beside its budget.
+    On a load every rank that wants any of the result reads all of the operands. On a save, where the rule's `back` has
+    such a step, one rank gets them and computes the result. Both hold them beside their budget.
 
     Attributes:
         function: Called with the operands as NumPy arrays, lists flattened; returns the result as one. BF16 and 8-bit

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 
 from shardferry.execute.load import execute_load
-from shardferry.execute.memory import HostMemory, Scratch
+from shardferry.execute.memory import HostMemory, Scratch, as_words
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.load import Computation, LoadPlan, TensorPlan, split_copy
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from shardferry.format.index import FileInfo
     from shardferry.plan.load import Copy
     from shardferry.storage.base import Bytes, Store
-
-# How wide an array element is that stands for the bits of a dtype.
-_WORDS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-
 
 class _Job(NamedTuple):
     """A part to compute and where it goes."""
@@ -114,7 +110,7 @@ def _read_operands(batch: Sequence[_Job], files: _Files, settings: Settings) -> 
             out = np.empty(int(np.prod(wanted.local_shape, dtype=np.int64)) * BITS[dtype] // BITS_PER_BYTE, np.uint8)
             plans.append(TensorPlan(name, wanted.local_shape, wanted.copies, wanted.zeros, wanted.computations))
             memories[name] = HostMemory(out, wanted.local_shape, BITS[dtype])
-            operands[-1].append(out.view(_WORDS[BITS[dtype]]).reshape(wanted.local_shape))
+            operands[-1].append(as_words(out, wanted.local_shape, dtype))
     plan = LoadPlan(tuple(plans), sum(wanted.bytes_read for wanted in plans), files.seek_bytes)
     execute_plan(plan, memories, files.store, files.infos, settings._replace(staging=lambda: [Scratch()]))
     return operands

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from shardferry.storage.base import Bytes
 
 
+# How wide an array element is that stands for the bits of a dtype.
+_WORDS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+
+
+def as_words(data: Bytes, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:
+    """Return a row-major array's bytes as numbers as wide as its dtype, which is one of whole bytes."""
+    return data.view(_WORDS[BITS[dtype]]).reshape(shape)
+
+
 class HostMemory:
     """The bytes of a row-major array as the destination of a load."""
 

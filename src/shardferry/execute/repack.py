@@ -80,6 +80,10 @@ class RepackAdapter:
         """Return a tensor as something that can be read in pieces."""
         return CheckpointSource(self._index, self._tensors[name], self._cast)
 
+    def made_source(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> CheckpointSource:
+        """Never called: what rules compute is computed where it is read."""
+        raise AssertionError(dtype, shape, len(data))
+
     def content(self, name: str) -> Bytes:
         """Return a tensor's bytes, read whole."""
         tensor = self._tensors[name]

@@ -17,10 +17,12 @@ import logging
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from shardferry.errors import InvalidInputError, ShardingError
+from shardferry.execute.computing import Tools, compute_tensors
 from shardferry.execute.costs import target_cost
 from shardferry.execute.exchange import Exchange, execute_exchange
 from shardferry.execute.meter import Buffers, Meter
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from shardferry.plan.costmodel import CostModel
     from shardferry.plan.save import Write
     from shardferry.plan.target import Target
+    from shardferry.plan.unconvert import Made
     from shardferry.storage.base import Bytes
     from shardferry.transport.base import Group
     from shardferry.transport.bulk import Mover
@@ -95,6 +98,10 @@ class SaveAdapter(Protocol):
 
     def source(self, name: str) -> Source:
         """Return the memory of a tensor of this rank."""
+        ...
+
+    def made_source(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> Source:
+        """Return a tensor that was computed, given as its bytes, as the memory of one of this rank."""
         ...
 
     def content(self, name: str) -> Bytes:
@@ -151,6 +158,7 @@ class _Model(NamedTuple):
     Attributes:
         held: Every tensor of the job, by the model's name.
         catalogue: Every tensor to write, by the name it is written under.
+        made: What has to be computed for them first.
         dtypes: The dtype each is written in.
         layout: How they are laid out over files.
         unmatched: Conversion rules that change none.
@@ -159,6 +167,7 @@ class _Model(NamedTuple):
 
     held: Mapping[str, Held]
     catalogue: Mapping[str, Held]
+    made: Mapping[str, Made]
     dtypes: Mapping[str, str]
     layout: CheckpointLayout
     unmatched: tuple[str, ...]
@@ -182,6 +191,7 @@ class _Plan(NamedTuple):
 class _Work(NamedTuple):
     group: Group
     adapter: SaveAdapter
+    made: Mapping[str, Made]
     plan: _Plan
     staging: Staging | Uploading
     request: SaveRequest
@@ -202,7 +212,7 @@ def run_save(group: Group, adapter: SaveAdapter, request: SaveRequest) -> SaveRe
     with mine.timed("stage"):
         plan, staging = _stage(group, adapter, model, request)
     with staging.released():
-        reports = _write(_Work(group, adapter, plan, staging, request, mine))
+        reports = _write(_Work(group, adapter, model.made, plan, staging, request, mine))
         with mine.timed("publish"):
             staging.publish()
     files = tuple(file.name for file in model.layout.files)
@@ -235,7 +245,7 @@ def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model
     names = group.exchange("share names", names_to_bytes(adapter.targets) if speaks else b"")
     held = make_catalogue(inventories, names)
     _check_given_names({name for _, _, given, *_ in told for name in given}, held)
-    catalogue, unmatched = unconvert(held, request.conversions) if request.conversions else (held, ())
+    catalogue, made, unmatched = unconvert(held, request.conversions) if request.conversions else (held, {}, ())
     dtypes = {name: _written_dtype(held.dtype, request.dtype) for name, held in catalogue.items()}
     layout = lay_out_checkpoint(
         {name: TensorSpec(dtypes[name], held.shape) for name, held in catalogue.items()},
@@ -245,7 +255,7 @@ def _compare(group: Group, adapter: SaveAdapter, request: SaveRequest) -> _Model
         hub_limits=request.hub_limits,
         naming=request.naming,
     )
-    return _Model(held, catalogue, dtypes, layout, unmatched, cost)
+    return _Model(held, catalogue, made, dtypes, layout, unmatched, cost)
 
 
 def _options(request: SaveRequest) -> dict[str, object]:
@@ -367,6 +377,9 @@ def _write(work: _Work) -> tuple[RankReport, ...]:
     meter = Meter(request.budget_bytes)
     total = sum(write.num_bytes for write in work.plan.writes) + work.plan.exchange.bytes_owned
 
+    def sources() -> dict[str, Source]:
+        return {target.name: work.adapter.source(target.name) for target in work.adapter.targets}
+
     def on_bytes(num_bytes: int, num_requests: int) -> None:
         work.group.check()
         mine.bytes_written += num_bytes
@@ -374,18 +387,25 @@ def _write(work: _Work) -> tuple[RankReport, ...]:
         if request.on_progress is not None:
             request.on_progress(Progress(mine.rank, mine.bytes_written, total))
 
+    buffers, piece_bytes = Buffers(meter), min(PIECE_BYTES, request.budget_bytes // 4)
+    settings = WriteSettings(piece_bytes, buffers, on_bytes)
+    arriving = settings._replace(on_bytes=lambda *_: work.group.check())
+    round_bytes = min(ROUND_BYTES, request.budget_bytes // BUFFERS_PER_BOX)
+    tools = Tools(sources, work.adapter.made_source, partial(_mover, work), arriving, round_bytes)
+    with mine.timed("compute"):
+        computed = compute_tensors(work.group, work.made, tools)
+
     def write() -> bytes:
-        settings = WriteSettings(min(PIECE_BYTES, request.budget_bytes // 4), Buffers(meter), on_bytes)
-        sources = {target.name: work.adapter.source(target.name) for target in work.adapter.targets}
+        held = {**sources(), **computed}
         with work.staging.open_files(meter) as files:
             with mine.timed("write"):
-                execute_writes(work.plan.writes, sources, files, settings)
+                execute_writes(work.plan.writes, held, files, settings)
             if work.plan.exchange.rounds:
                 with mine.timed("exchange"), _mover(work) as mover:
-                    execute_exchange(work.plan.exchange, sources, files, settings, mover)
+                    execute_exchange(work.plan.exchange, held, files, settings, mover)
             with mine.timed("sync"):
                 files.sync()
-        mine.num_tensors = len(sources)
+        mine.num_tensors = len(work.adapter.targets)
         mine.peak_extra_bytes = meter.peak_bytes
         return mine.to_bytes()
 

@@ -14,7 +14,7 @@ from shardferry.execute.open import open_checkpoint
 from shardferry.execute.options import check_call, timeout_of
 from shardferry.execute.save_job import SaveRequest, run_save
 from shardferry.format.problem import listed
-from shardferry.jax.dtypes import dtype_name
+from shardferry.jax.dtypes import dtype_name, numpy_dtype
 from shardferry.jax.group import open_group
 from shardferry.jax.holdings import cutting_rules, holdings
 from shardferry.jax.leaves import take_apart
@@ -146,6 +146,11 @@ class _Saver:
         """Return the memory of an array of this process."""
         saved = self._saved[name]
         return ArraySource(_held(saved), saved.leaf.dtype, saved.part.region.shape)
+
+    def made_source(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> ArraySource:
+        """Return an array that was computed as the memory of one of this process."""
+        place = tuple((0, size) for size in shape)
+        return ArraySource((Held(place, data.view(numpy_dtype(dtype)).reshape(shape)),), dtype, shape)
 
     def content(self, name: str) -> Bytes:
         """Return an array's bytes in logical order."""

@@ -3,22 +3,27 @@
 Pure, and the same on every rank. The rules lead from the checkpoint to the model, as for a load, and are reversed here.
 What they make must lead back to the very tensors the ranks hold, so that nothing is written under a name or a shape
 from which it could not be loaded again.
+
+What rules only move is written from where it lies. What they compute is on no rank: one is chosen for each such
+tensor, which gets what it is computed from, and then holds it as if it were one of the model's.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from shardferry.convert.align import Aligned, aligned_parts
-from shardferry.convert.ops import Stored
+from shardferry.convert.ops import Computed, Stored, leaves, replace_computed
 from shardferry.convert.table import Conversions, describe_rule, to_checkpoint, to_model
 from shardferry.convert.tensor import Tensor
 from shardferry.errors import InvalidInputError
-from shardferry.format.dtypes import BITS
+from shardferry.format.dtypes import BITS, tensor_bytes
 from shardferry.format.problem import listed
 from shardferry.geometry.pieces import intersect
 from shardferry.geometry.region import Region, positions, select
+from shardferry.geometry.sharding import MeshLayout
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.catalogue import Held, MadePart
 from shardferry.plan.match import natural_key
@@ -27,6 +32,7 @@ from shardferry.plan.save import check_whole, pieces_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from shardferry.convert.ops import Expression
     from shardferry.convert.rules import Rule
 
 LISTED = 5
@@ -34,8 +40,36 @@ LISTED = 5
 Rules: TypeAlias = "Sequence[Rule] | Conversions"
 
 
-def unconvert(catalogue: Mapping[str, Held], rules: Rules) -> tuple[dict[str, Held], tuple[str, ...]]:
-    """Return the tensors to write, in natural order of their names, and the rules that change none of them.
+class Made(NamedTuple):
+    """A tensor that is computed for others to be written from.
+
+    Attributes:
+        source: What it is.
+        operands: Where the elements of each operand are, in order.
+        owner: The rank that computes it from whole operands, and holds it until it is written.
+    """
+
+    source: Computed
+    operands: tuple[Held, ...]
+    owner: int
+
+
+class Unconverted(NamedTuple):
+    """What a save by conversion rules writes.
+
+    Attributes:
+        written: The tensors to write, in natural order of their names.
+        made: What has to be computed for them first, by name, in an order in which that can be done.
+        unmatched: The rules that change none of them.
+    """
+
+    written: dict[str, Held]
+    made: dict[str, Made]
+    unmatched: tuple[str, ...]
+
+
+def unconvert(catalogue: Mapping[str, Held], rules: Rules) -> Unconverted:
+    """Return what is written of a model by rules.
 
     Args:
         catalogue: Every tensor of the job, by the model's name.
@@ -54,9 +88,12 @@ def unconvert(catalogue: Mapping[str, Held], rules: Rules) -> tuple[dict[str, He
             "that the rules save under another name. Add a rule for it"
         )
     _check_way_back(model, converted.tensors, rules)
-    written = {name: _written(name, tensor, catalogue) for name, tensor in converted.tensors.items()}
-    in_order = {name: written[name] for name in sorted(written, key=natural_key)}
-    return in_order, tuple(map(describe_rule, converted.unmatched))
+    known, made = dict(catalogue), dict[str, Made]()
+    written = {}
+    for name in sorted(converted.tensors, key=natural_key):
+        tensor = converted.tensors[name]
+        written[name] = _written(name, tensor._replace(source=_moved(tensor.source, known, made)), known)
+    return Unconverted(written, made, tuple(map(describe_rule, converted.unmatched)))
 
 
 def _check_way_back(model: Mapping[str, Tensor], written: Mapping[str, Tensor], rules: Rules) -> None:
@@ -75,26 +112,56 @@ def _check_way_back(model: Mapping[str, Tensor], written: Mapping[str, Tensor], 
         raise InvalidInputError(f"the rules would save {listed(unknown, LISTED)}, which the model does not have")
 
 
-def _written(name: str, tensor: Tensor, catalogue: Mapping[str, Held]) -> Held:
+def _moved(source: Expression, known: dict[str, Held], made: dict[str, Made]) -> Expression:
+    """Return an expression that only moves elements, of tensors known and of computed ones, which are added to both."""
+
+    def stand_in(node: Computed) -> Stored:
+        name = next((name for name, one in made.items() if one.source == node), None)
+        if name is None:
+            tensors = zip(node.dtypes, (_moved(operand, known, made) for operand in node.operands), strict=True)
+            operands = tuple(_written(node.function.name, Tensor("", *tensor), known) for tensor in tensors)
+            for held in operands:
+                check_whole(held.memory, held)
+            names = (f"{node.function.name} {number}" for number in count(len(made)))
+            name = next(name for name in names if name not in known)
+            made[name] = Made(node, operands, _least_loaded(operands, made))
+            alone = (made[name].owner,)
+            known[name] = Held(node.dtype, node.shape, MeshLayout((1,), alone, ()), alone)
+        return Stored(name, node.shape)
+
+    return replace_computed(source, stand_in)
+
+
+def _least_loaded(operands: Sequence[Held], made: Mapping[str, Made]) -> int:
+    """Return which of the ranks that have some of the operands is to compute the fewest bytes so far."""
+    ranks = sorted({rank for held in operands for rank in held.ranks} or {0})
+    load = dict.fromkeys(ranks, 0)
+    for one in made.values():
+        if one.owner in load:
+            load[one.owner] += tensor_bytes(one.source.dtype, one.source.shape)
+    return min(ranks, key=lambda rank: load[rank])
+
+
+def _written(name: str, tensor: Tensor, known: Mapping[str, Held]) -> Held:
     source = tensor.source
-    if isinstance(source, Stored) and source.shape == catalogue[source.key].shape:
-        held = catalogue[source.key]
+    if isinstance(source, Stored) and source.shape == known[source.key].shape:
+        held = known[source.key]
         return Held(held.dtype, held.shape, held.layout, held.ranks, source.key)
     if BITS[tensor.dtype] % BITS_PER_BYTE:
         raise InvalidInputError(
             f"{name}: {tensor.dtype} packs several elements into a byte, which rules cannot take apart"
         )
-    shapes = {key: held.shape for key, held in catalogue.items()}
-    parts = tuple(part for piece in aligned_parts(source, shapes) for part in _parts(piece, catalogue))
+    shapes = {leaf.key: known[leaf.key].shape for leaf in leaves(source)}
+    parts = tuple(part for piece in aligned_parts(source, shapes) for part in _parts(piece, known))
     ranks = tuple(sorted({rank for part in parts for rank in part.ranks}))
     return Held(tensor.dtype, tensor.shape, None, ranks, "", parts)
 
 
-def _parts(piece: Aligned, catalogue: Mapping[str, Held]) -> Iterator[MadePart]:
+def _parts(piece: Aligned, known: Mapping[str, Held]) -> Iterator[MadePart]:
     """Yield what each rank, or set of ranks with the same elements, has of a piece."""
     if piece.key is None:
         return
-    held = catalogue[piece.key]
+    held = known[piece.key]
     check_whole(piece.key, held)
     for origin, ranks in _common(held, piece.origin):
         dims = list(piece.region.dims)

@@ -20,7 +20,7 @@ from shardferry.geometry.sharding import MeshLayout
 from shardferry.plan.match import FLOATS
 from shardferry.plan.packing import PLAIN, parse_size
 from shardferry.torch.conversions import chosen_conversions
-from shardferry.torch.dtypes import dtype_name
+from shardferry.torch.dtypes import dtype_name, torch_dtype
 from shardferry.torch.entries import Entry, make_target, model_entries, state_dict_entries
 from shardferry.torch.extras import write_extras
 from shardferry.torch.group import open_group
@@ -212,6 +212,10 @@ class _Saver:
     def source(self, name: str) -> TensorSource:
         """Return the memory of a tensor of this rank."""
         return TensorSource(self._tensors[name], name)
+
+    def made_source(self, data: Bytes, dtype: str, shape: tuple[int, ...]) -> TensorSource:
+        """Return a tensor that was computed as the memory of one of this rank."""
+        return TensorSource(torch.from_numpy(data).view(torch_dtype(dtype)).reshape(shape), dtype)
 
     def content(self, name: str) -> Bytes:
         """Return a tensor's bytes in logical order."""

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.checkpoints import Tensor, expected, file_of, stored, write_files
+from tests.checkpoints import tensor as tensor_of
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import shardferry
 from shardferry.cli.main import main
+from shardferry.format.dtypes import BITS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,3 +166,53 @@ def test_rules_that_do_not_fit_write_nothing(source: Path, tmp_path: Path, capsy
     assert (code, "rules.json" in err) == (1, True)
     assert run(capsys, str(source), str(tmp_path / "out"), "--reverse")[0] == 2
     assert not (tmp_path / "out").exists()
+
+
+EVERY = [tensor_of(f"{dtype}.{part}", dtype, (4, 8)) for dtype in BITS if dtype != "BOOL" for part in "ab"]
+EVERY += [Tensor(f"BOOL.{part}", "BOOL", (4, 8), bytes([0, 1] * 16)) for part in "ab"]
+JOIN = """
+[[rules]]
+convert = ["{x}.a", "{x}.b"]
+to = ["{x}"]
+steps = [{ step = "concatenate", dim = %s }]
+"""
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tensors_of_every_dtype_are_joined_and_taken_apart_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dim: int
+) -> None:
+    """Also of those that NumPy and torch do not have."""
+    write_files(tmp_path / "apart", {"model.safetensors": file_of(EVERY)})
+    rules = tmp_path / "rules.toml"
+    rules.write_text(JOIN % dim)
+    apart, joined, again = (str(tmp_path / name) for name in ("apart", "joined", "again"))
+    assert run(capsys, apart, joined, "--rules", str(rules), "--max-shard-size", "300")[0] == 0
+    index = shardferry.open_checkpoint(joined)
+    assert {name: (info.dtype, info.shape) for name, info in index.tensors.items()} == {
+        dtype: (dtype, (8, 8) if dim == 0 else (4, 16)) for dtype in BITS
+    }
+    assert run(capsys, joined, again, "--rules", str(rules), "--reverse")[0] == 0
+    contents = {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")}
+    assert stored(shardferry.open_checkpoint(again), contents) == expected(EVERY)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "words"),
+    [
+        ("F4", 'step = "split", dim = 1, sizes = [2, 6]', ""),
+        ("F6_E2M3", 'step = "split", dim = 1, sizes = [4, 4]', ""),
+        ("F4", 'step = "split", dim = 1, sizes = [3, 5]', "w.a: the region does not start and end on a byte boundary"),
+        ("F6_E3M2", 'step = "split", dim = 1, sizes = [2, 6]', "w.a: the region does not start and end on a byte"),
+        ("F6_E3M2", 'step = "chunk", dim = 1 }, { step = "transpose"', "F6_E3M2 packs several elements into a byte"),
+    ],
+)
+def test_packed_elements_are_cut_at_whole_bytes_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, step: str, words: str
+) -> None:
+    write_files(tmp_path / "source", {"model.safetensors": file_of([tensor_of("w", dtype, (4, 8))])})
+    rules = tmp_path / "rules.toml"
+    rules.write_text(f'[[rules]]\nconvert = ["w"]\nto = ["w.a", "w.b"]\nsteps = [{{ {step} }}]')
+    code, _, err = run(capsys, str(tmp_path / "source"), str(tmp_path / "out"), "--rules", str(rules))
+    assert (code, words in err) == (int(bool(words)), True)
+    assert (tmp_path / "out").exists() == (not words)

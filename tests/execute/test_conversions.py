@@ -11,6 +11,7 @@ from tests.checkpoints import Tensor, file_of
 from tests.convert.oracle import gather
 
 from shardferry.conversions import (
+    AddPrefix,
     Chunk,
     Concatenate,
     Convert,
@@ -168,6 +169,18 @@ def test_a_function_of_whole_tensors_is_the_way_out(tmp_path: Path) -> None:
     assert report.total.bytes_wanted == RANKS * (a.nbytes + b.nbytes)
 
 
+def test_a_rule_counts_as_unmatched_only_if_no_rank_wants_what_it_makes(tmp_path: Path) -> None:
+    """As with stages of a pipeline, of which each has layers of its own."""
+    path = save(tmp_path, **{"begin.w": numbered(8), "end.w": numbered(8)})
+    rules = rules_of(Rename("begin", "first"), Rename("end", "last"), Rename("absent", "gone"))
+
+    def work(group: Group) -> LoadReport:
+        return load(group, ArrayAdapter([target(f"{names[group.rank]}.w", (8,), (8,))]), request(path, rules=rules))
+
+    names = ("first", "last")
+    assert [report.unmatched_rules for report in run_ranks(2, work)] == [("rename absent -> gone",)] * 2
+
+
 def test_a_rule_without_a_match_is_reported_once(tmp_path: Path) -> None:
     rules = rules_of(StripPrefix("module."), Rename("absent", "gone"))
     report = check(save(tmp_path, **{"module.w": numbered(8, 2)}), rules, {"w": numbered(8, 2)}, cut(0))
@@ -236,3 +249,15 @@ def test_a_wrapper_in_the_names_is_pointed_out(tmp_path: Path, wrapper: str) -> 
     assert f"Rename({re.escape(wrapper)!r}, '')" in str(caught.value)
     load(SoloGroup(), adapter, request(path, rules=rules_of(suggested)))
     assert np.array_equal(adapter.arrays["a.w"], numbered(8, 3))
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod."])
+def test_a_wrapper_in_the_models_names_is_pointed_out(tmp_path: Path, wrapper: str) -> None:
+    """What the error suggests is what helps."""
+    path = save(tmp_path, **{"a.w": numbered(8, 3)})
+    adapter = ArrayAdapter([target(f"{wrapper}a.w", (8, 3), (8, 3))])
+    with pytest.raises(MismatchError) as caught:
+        load(SoloGroup(), adapter, request(path))
+    assert f"conversions=[AddPrefix({wrapper!r})]" in str(caught.value)
+    load(SoloGroup(), adapter, request(path, rules=rules_of(AddPrefix(wrapper))))
+    assert np.array_equal(adapter.arrays[f"{wrapper}a.w"], numbered(8, 3))

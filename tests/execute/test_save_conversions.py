@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tests.convert.oracle import gather
 
 from shardferry.conversions import (
@@ -151,6 +151,21 @@ def test_what_moves_elements_is_undone_exactly(
         Convert(("expert.{e}",), ("expert",), (Transpose(), Stack())),
     )
     check(tmp_path, model, hub, layout, rules)
+
+
+def test_a_rule_counts_as_unmatched_only_if_no_rank_has_what_it_is_for(tmp_path: Path) -> None:
+    """As with stages of a pipeline, of which each has layers of its own."""
+    rules = (Rename("begin", "first"), Rename("end", "last"), Rename("absent", "gone"))
+    wires, names = Wires(), ("first", "last")
+
+    def work(group: Group) -> SaveReport:
+        arrays = {f"{names[group.rank]}.w": numbered(8)}
+        targets = [target(name, (8,), (8,)) for name in arrays]
+        request = save_request(tmp_path / "saved", conversions=rules)
+        return save_arrays(group, ArraySaver(group, wires, targets, arrays), request)
+
+    assert [report.unmatched_rules for report in run_ranks(2, work)] == [("rename gone -> absent",)] * 2
+    assert load_file(tmp_path / "saved/model.safetensors").keys() == {"begin.w", "end.w"}
 
 
 def test_equal_plain_copies_are_written_once_and_others_refused(tmp_path: Path) -> None:

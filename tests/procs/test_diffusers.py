@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,11 +9,13 @@ import torch
 import torch.distributed as dist
 from diffusers import Flux2Transformer2DModel, FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardferry.torch.diffusers as sfd
 from shardferry.errors import InvalidInputError, MismatchError, ShardingError
+from shardferry.torch.shardings import local_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,34 +127,29 @@ def test_files_have_the_names_and_content_that_diffusers_reads(
     assert all(torch.equal(again.state_dict()[name], value) for name, value in original.state_dict().items())
 
 
-def load_interleaved(folder: str, degree: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    cut = sfd.from_pretrained(MODELS["flux2"], folder, mesh=mesh, written_tp_degree=degree)
-    right = sfd.from_pretrained(MODELS["flux2"], f"{folder}/../right", mesh=mesh)
-    local = {
-        name: value.to_local() if isinstance(value, DTensor) else value for name, value in cut.state_dict().items()
-    }
-    return [
-        name
-        for name, value in right.state_dict().items()
-        if not torch.equal(local[name], value.to_local() if isinstance(value, DTensor) else value)
-    ]
+def save_what_ranks_hold(folder: str, out: str) -> None:
+    """Write a distributed checkpoint of a cut model, as torch does: DTensors are taken at their word."""
+    model = sfd.from_pretrained(MODELS["flux2"], folder, tp_degree=dist.get_world_size())
+    save(model.state_dict(), checkpoint_id=out)
+    model.save_config(out)
 
 
-def test_what_ranks_kept_of_packed_weights_is_put_in_order_for_another_degree(ranks: RankPool, tmp_path: Path) -> None:
-    from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+def load_interleaved(folder: str, right: str, written: int) -> list[str]:
+    degree = dist.get_world_size()
+    ours = sfd.from_pretrained(MODELS["flux2"], folder, tp_degree=degree, written_tp_degree=written).state_dict()
+    theirs = sfd.from_pretrained(MODELS["flux2"], right, tp_degree=degree).state_dict()
+    return [name for name, value in theirs.items() if not torch.equal(local_part(ours[name]), local_part(value))]
 
-    model = new_model("flux2")
-    model.save_pretrained(tmp_path / "right")
-    state = copy.deepcopy(model.state_dict())
-    for name, spec in resolve_tp_shard_specs(model, model._tp_plan, 4).items():  # noqa: SLF001 - as above
-        if spec.dim is not None:
-            blocks = [block.chunk(4, spec.dim) for block in state[name].split(spec.block_sizes, spec.dim)]
-            state[name] = torch.cat([block[rank] for rank in range(4) for block in blocks], spec.dim).contiguous()
-    (tmp_path / "written").mkdir()
-    save_file(state, tmp_path / "written" / f"{STEM}.safetensors", {"format": "pt"})
-    model.save_config(tmp_path / "written")
-    assert ranks(2).run(load_interleaved, str(tmp_path / "written"), 4) == [[]] * 2
+
+def test_a_distributed_checkpoint_of_what_ranks_held_is_loaded_at_any_degree(
+    ranks: RankPool, checkpoints: str, tmp_path: Path
+) -> None:
+    right, written = f"{checkpoints}/flux2", str(tmp_path / "written")
+    ranks(2).run(save_what_ranks_hold, right, written)
+    assert ranks(4).run(load_interleaved, written, right, 2) == [[]] * 4
+    whole = sfd.from_pretrained(MODELS["flux2"], written, tp_degree=1, written_tp_degree=2).state_dict()
+    original = new_model("flux2").state_dict()
+    assert [name for name, value in original.items() if not torch.equal(whole[name], value)] == []
 
 
 def refusals(folder: str) -> list[str]:
@@ -171,6 +167,8 @@ def refusals(folder: str) -> list[str]:
         except (InvalidInputError, ShardingError) as error:
             said.append(str(error))
     model = sfd.from_pretrained(MODELS["flux2"], folder, mesh=mesh)
+    with pytest.raises(ValueError, match="sharded with tensor parallelism"):
+        model.enable_group_offload(torch.device("cpu"))
     model.hf_device_map = {"": "cpu"}
     try:
         sfd.save_pretrained(model, f"{folder}/out")

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from .pool import RankPool
 
 
+RULES = """
+[[rules]]
+convert = ["w"]
+to = ["w.0", "w.1"]
+steps = [{ step = "transpose" }, { step = "split", dim = 1, sizes = [70, 7] }]
+"""
+
+
 def repack(*arguments: str) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardferry.cli", "repack", *arguments]
@@ -29,10 +37,17 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     state = {"w": torch.arange(1001.0).reshape(77, 13), "s": torch.tensor(1.5), "v": torch.arange(5)}
     (tmp_path / "source").mkdir()
     save_file(state, tmp_path / "source/model.safetensors", {"format": "pt"})
-    repack(str(tmp_path / "source"), str(tmp_path / "one"), "--max-shard-size", "2KB")
-    repack(str(tmp_path / "source"), str(tmp_path / "two"), "--max-shard-size", "2KB", "--ranks", "2")
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULES)
+    how = ["--max-shard-size", "2KB", "--rules", str(rules)]
+    repack(str(tmp_path / "source"), str(tmp_path / "one"), *how)
+    repack(str(tmp_path / "source"), str(tmp_path / "two"), *how, "--ranks", "2")
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / side).iterdir()} for side in ("one", "two"))
     assert one == two
+    saved = {
+        name: value for path in (tmp_path / "one").glob("*.safetensors") for name, value in load_file(path).items()
+    }
+    assert torch.equal(torch.cat([saved["w.0"], saved["w.1"]], 1), state["w"].t())
 
 
 def save_with_torch(folder: str) -> None:

@@ -138,6 +138,25 @@ def test_what_a_model_cannot_keep_as_stored_is_refused_with_the_way_out(tmp_path
         sft.from_pretrained(AutoModelForCausalLM, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("method", "dequantize", "reason"),
+    [
+        ("bitsandbytes", False, "flattens a weight into blocks that no cut of the weight follows"),
+        ("bitsandbytes", True, "flattens a weight into blocks that no cut of the weight follows"),
+        ("gptq", True, "makes weights whole of fp8, mxfp4, nvfp4, modelopt"),
+        ("gptq", False, "keeps such weights in an order of its own"),
+    ],
+)
+def test_a_method_whose_weights_cannot_be_cut_is_refused_with_the_reason(
+    tmp_path: Path, method: str, reason: str, *, dequantize: bool
+) -> None:
+    config = transformers.LlamaConfig(**TEXT)
+    config.quantization_config = {"quant_method": method}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InvalidInputError, match=rf"is quantized .*{method}.*{reason}"):
+        sft.from_pretrained(AutoModelForCausalLM, tmp_path, dequantize=dequantize)
+
+
 def test_a_scale_that_does_not_fit_its_weight_is_named(tmp_path: Path) -> None:
     write_checkpoint("deepseek_v3", tmp_path)
     stored = load_file(tmp_path / "model.safetensors")

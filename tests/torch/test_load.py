@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardferry.torch as sf
-from shardferry.errors import CheckpointWarning, InvalidInputError, MismatchError
+from shardferry.errors import CheckpointWarning, InvalidInputError, MismatchError, ShardingError
+from shardferry.geometry.region import Region
+from shardferry.geometry.sharding import Sharding
 from shardferry.torch.dtypes import torch_dtype
 from shardferry.torch.load import LoadOptions
 
@@ -217,6 +219,26 @@ def test_every_dtype_arrives_bit_for_bit(tmp_path: Path, name: str, *, contiguou
     sf.load_state_dict({"t": target}, tmp_path)
     rows = b"".join(raw(row) for row in target)
     assert rows == data
+
+
+@pytest.mark.parametrize(("start", "legal"), [(2, True), (8, True), (3, False)])
+def test_a_part_of_packed_elements_begins_on_a_byte(tmp_path: Path, start: int, *, legal: bool) -> None:
+    write_raw(tmp_path / "model.safetensors", "F4", [4, 12], bytes(range(24)))
+    part = torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    given = {"t": Sharding((4, 12), (Region((((0, 4),), ((start, start + 4),))),))}
+    if not legal:
+        with pytest.raises(ShardingError, match=r"^t: .* does not start and end on a byte boundary"):
+            sf.load_state_dict({"t": part}, tmp_path, shardings=given)
+        return
+    sf.load_state_dict({"t": part}, tmp_path, shardings=given)
+    assert raw(part) == bytes(row * 6 + start // 2 + at for row in range(4) for at in range(2))
+
+
+@pytest.mark.parametrize("name", ["F6_E2M3", "F6_E3M2"])
+def test_what_torch_has_no_dtype_for_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    write_raw(tmp_path / "model.safetensors", name, [4, 8], bytes(24))
+    with pytest.raises(MismatchError, match=f"t: model U8, checkpoint {name}"):
+        sf.load_state_dict({"t": torch.zeros(4, 8, dtype=torch.uint8)}, tmp_path)
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [(a, b) for a in EVERY[9:13] for b in EVERY[9:13] if a != b])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import shardferry
 import shardferry.torch as sf
-from shardferry.conversions import Convert, Custom, Transpose
+from shardferry.conversions import AddPrefix, Convert, Custom, Transpose
 from shardferry.errors import CheckpointExistsError, CheckpointWarning, InvalidInputError
 from shardferry.geometry.region import whole
 from shardferry.geometry.sharding import Sharding
@@ -43,6 +43,22 @@ def test_every_dtype_is_saved_bit_for_bit(tmp_path: Path, name: str) -> None:
     again = torch.zeros_like(tensor.view(torch.uint8)).view(dtype)
     sf.load_state_dict({"t": again}, tmp_path / "out", strict=False)
     assert raw(again) == data
+
+
+def test_what_bitsandbytes_stores_is_moved_whole(tmp_path: Path) -> None:
+    """A weight of 24 rows of 16, flattened: two codes to a byte, and a scale for 64 of them."""
+    state = {
+        "w.weight": torch.randint(256, (192, 1), dtype=torch.uint8),
+        "w.weight.absmax": torch.randint(256, (6,), dtype=torch.uint8),
+        "w.weight.quant_map": torch.rand(16),
+        "w.weight.nested_absmax": torch.rand(1),
+        "w.weight.nested_quant_map": torch.rand(256),
+        "w.weight.quant_state.bitsandbytes__nf4": torch.randint(256, (96,), dtype=torch.uint8),
+    }
+    sf.save_state_dict(state, tmp_path / "out")
+    again = {name: torch.zeros_like(value) for name, value in state.items()}
+    sf.load_state_dict(again, tmp_path / "out")
+    assert all(torch.equal(again[name], value) for name, value in state.items())
 
 
 def test_views_are_saved_in_logical_order(tmp_path: Path) -> None:
@@ -130,6 +146,16 @@ def test_floats_are_cast_and_sizes_follow(tmp_path: Path) -> None:
     index = shardferry.open_checkpoint(tmp_path / "out")
     assert {name: info.dtype for name, info in index.tensors.items()} == {"w": "BF16", "i": "I64", "q": "F8_E4M3"}
     assert report.total.bytes_written == 128 + 32 + 8
+
+
+def test_what_wrappers_put_into_names_is_not_saved_or_can_be_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(cast("nn.Module", torch.compile(nn.Linear(2, 2), backend="eager")))
+    assert set(model.state_dict()) == {"0._orig_mod.weight", "0._orig_mod.bias"}
+    sf.save_model(model, tmp_path / "model")
+    assert set(load_file(tmp_path / "model/model.safetensors")) == {"0.weight", "0.bias"}
+    wrapped = {f"module.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+    sf.save_state_dict(wrapped, tmp_path / "state", conversions=[AddPrefix("module.")])
+    assert set(load_file(tmp_path / "state/model.safetensors")) == {"weight", "bias"}
 
 
 def test_what_a_function_computes_is_saved_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:

@@ -219,6 +219,9 @@ def _wrapper_hint(problems: Problems) -> list[str]:
             return [
                 f"  {what}: load with conversions=[Rename({re.escape(wrapper)!r}, '')], shardferry.conversions.Rename"
             ]
+        if any(name.replace(wrapper, "") in unexpected for name in missing if wrapper in name):
+            what = f"the model's names have {wrapper} of a wrapper, the checkpoint's have not: give the model inside it"
+            return [f"  {what}, or conversions=[AddPrefix({wrapper!r})] if all names begin with it"]
     return []
 
 

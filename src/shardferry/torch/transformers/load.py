@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Where transformers keeps what a model is quantized by.
 QUANTIZER = "hf_quantizer"
+# Methods of quantization whose weights are made whole; ModelOpt's are NVFP4.
+DECODED = ("fp8", "mxfp4", "nvfp4", "modelopt")
 # The axes of transformers' mesh in their order (5.24, distributed/utils), pipeline stages apart.
 AXES = ("dp_replicate", "fsdp", "tp")
 
@@ -143,6 +145,16 @@ def _quantization(path: str, config: PreTrainedConfig, *, dequantize: bool) -> Q
     said = said if isinstance(said, dict) else said.to_dict()
     method, size = said.get("quant_method", "an unknown method"), said.get("weight_block_size")
     block = (int(size[0]), int(size[1])) if size else None
+    if method == "bitsandbytes":
+        raise InvalidInputError(
+            f"'{path}' is quantized by bitsandbytes, which flattens a weight into blocks that no cut of the weight "
+            "follows. Load the checkpoint it was made of; load_state_dict reads what is stored, as it is"
+        )
+    if dequantize and method not in DECODED:
+        raise InvalidInputError(
+            f"'{path}' is quantized ({method}), and dequantize=True makes weights whole of {', '.join(DECODED)}. Load "
+            "the checkpoint it was made of"
+        )
     if dequantize:
         del config.quantization_config
         return Quantization(None, block)

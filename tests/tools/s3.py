@@ -49,6 +49,9 @@ class Bucket:
         data: bytes = self._s3.get_object(Bucket=self.name, Key=key)["Body"].read()
         return data
 
+    def delete(self, key: str) -> None:
+        self._s3.delete_object(Bucket=self.name, Key=key)
+
     def objects(self) -> list[str]:
         return sorted(each["Key"] for each in self._s3.list_objects_v2(Bucket=self.name).get("Contents", []))
 

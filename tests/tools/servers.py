@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -161,6 +161,7 @@ class Proxy:
         sent: Bytes of bodies that have been sent to clients.
         latency_s: Before each answer.
         rate: Bytes per second of all answers together; 0 is no limit.
+        interludes: What is done before a request that matches, and how it is found; each once.
     """
 
     upstream: str
@@ -173,6 +174,7 @@ class Proxy:
     latency_s: float = 0.0
     rate: float = 0.0
     free_at: float = 0.0
+    interludes: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
 
     def wait(self, num_bytes: int) -> None:
         """Wait until so many bytes may pass, at `rate` bytes per second over all connections; 0 is no limit."""
@@ -192,8 +194,17 @@ class Proxy:
         """Return how many requests of this method have passed."""
         return sum(line.startswith(method + " ") for line in self.log)
 
+    def before(self, match: str, work: Callable[[], object]) -> None:
+        """Do something once, before the first request that matches is passed on; requests that it makes pass."""
+        self.interludes.append((match, work))
+
     def due(self, line: str) -> Fault | None:
         """Count a request, and return what is to happen to it."""
+        with self.lock:
+            here = [each for each in self.interludes if re.search(each[0], line)]
+            self.interludes = [each for each in self.interludes if each not in here]
+        for _, work in here:
+            work()
         with self.lock:
             self.log.append(line)
             fault = self.fault

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
+import socket
+import time
 from typing import TYPE_CHECKING, Literal
 
 import pytest
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 MARKER = marker_bytes("1f2e", "gpu-7", "2026-01-31 12:00:00 UTC")
 MIB = 1 << 20
+# Also of a single object: the names are in the body.
+REMOVAL = r"POST .*\?delete"
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -206,40 +209,98 @@ def test_a_save_that_fails_between_completions_leaves_nothing_new(bucket: Bucket
     assert not bucket.uploads()
 
 
-def test_of_two_saves_at_the_same_time_one_is_refused_and_nothing_is_mixed(bucket: Bucket, faulty: Proxy) -> None:
+@pytest.mark.parametrize("size", ["8MB", "1GB"])
+@pytest.mark.parametrize("old", [False, True], ids=["fresh", "the same again"])
+def test_of_two_saves_at_the_same_time_one_is_refused_and_nothing_is_mixed(
+    bucket: Bucket, faulty: Proxy, size: str, *, old: bool
+) -> None:
+    """The other one has come and gone when the first wants to begin: the index is as it was, or there is none."""
     url = f"s3://{bucket.name}/ckpt"
-    at_the_marker, go_on = threading.Event(), threading.Event()
-    due = faulty.due
+    if old:
+        sf.save_state_dict(tensors(1), url, max_shard_size=size)
+    faulty.before(
+        rf"PUT .*{INDEX}",
+        lambda: sf.save_state_dict(tensors(2), url, max_shard_size=size, on_existing="replace"),
+    )
 
-    def wait(line: str) -> Fault | None:
-        if line.startswith("PUT") and line.endswith(INDEX) and not at_the_marker.is_set():
-            at_the_marker.set()
-            go_on.wait(30)
-        return due(line)
+    with pytest.raises(CheckpointExistsError, match="another save has published here"):
+        sf.save_state_dict(tensors(3), url, max_shard_size=size, on_existing="replace")
 
-    faulty.due = wait  # type: ignore[method-assign]
-    failed: list[Exception] = []
-
-    def late() -> None:
-        try:
-            sf.save_state_dict(tensors(1), url, max_shard_size="8MB")
-        except CheckpointExistsError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=late)
-    thread.start()
-    assert at_the_marker.wait(30)
-    sf.save_state_dict(tensors(2), url, max_shard_size="8MB")
-    go_on.set()
-    thread.join(30)
-
-    assert "another save has published here" in str(failed[0])
     assert_equal(loaded(bucket), tensors(2))
+    assert (INDEX in stored(bucket)) == (size == "8MB")
     assert not bucket.uploads()
+
+
+@pytest.mark.parametrize("on_existing", ["refuse", "replace"])
+def test_a_save_that_completes_its_uploads_keeps_every_other_one_out(
+    bucket: Bucket, faulty: Proxy, on_existing: Literal["refuse", "replace"]
+) -> None:
+    url = f"s3://{bucket.name}/ckpt"
+    refused: list[str] = []
+
+    def other() -> None:
+        before = stored(bucket)
+        with pytest.raises(StorageError) as caught:
+            sf.save_state_dict(tensors(1), url, max_shard_size="8MB", on_existing=on_existing)
+        refused.append(str(caught.value))
+        assert stored(bucket) == before
+
+    faulty.before(r"POST .*00002-of-00004.*uploadId=", other)
+    sf.save_state_dict(tensors(2), url, max_shard_size="8MB")
+
+    assert "a save is publishing here, or was interrupted" in refused[0]
+    assert f"begun on host {socket.gethostname()} at 20" in refused[0]
+    assert f"remove {url}/{INDEX} to go on at once" in refused[0]
+    assert_equal(loaded(bucket), tensors(2))
+
+
+def test_a_failed_save_removes_no_object_of_another(bucket: Bucket, faulty: Proxy) -> None:
+    url = f"s3://{bucket.name}/ckpt"
+    first = "ckpt/model-00001-of-00004.safetensors"
+    faulty.fault = Fault("status", match=r"POST .*00003-of-00004.*uploadId=", code=403)
+    faulty.before(r"POST .*00003-of-00004.*uploadId=", lambda: bucket.put(first, b"of another"))
+
+    with pytest.raises(StorageError, match="access was denied"):
+        sf.save_state_dict(tensors(), url, max_shard_size="8MB")
+
+    assert stored(bucket) == {first.removeprefix("ckpt/"): b"of another"}
+
+
+def test_what_another_has_written_over_an_old_file_stays(bucket: Bucket, faulty: Proxy) -> None:
+    """When the new index stands the next save may begin, while old files are still being removed."""
+    url = f"s3://{bucket.name}/ckpt"
+    sf.save_state_dict(tensors(1), url, max_shard_size="8MB")
+    reused = "ckpt/model-00003-of-00004.safetensors"
+    faulty.before(REMOVAL, lambda: bucket.put(reused, b"of another"))
+
+    sf.save_state_dict(tensors(2), url, max_shard_size="12MB", on_existing="replace")
+
+    assert stored(bucket).pop(reused.removeprefix("ckpt/")) == b"of another"
+    assert_equal(loaded(bucket), tensors(2))
+
+
+def test_old_files_that_cannot_be_removed_are_told_of_and_the_save_succeeds(bucket: Bucket, faulty: Proxy) -> None:
+    url = f"s3://{bucket.name}/ckpt"
+    sf.save_state_dict(tensors(1), url, max_shard_size="8MB")
+    faulty.fault = Fault("status", match=REMOVAL, code=403)
+
+    with pytest.warns(UserWarning, match=r"an old file is left: .*of-00004.safetensors: access was denied"):
+        sf.save_state_dict(tensors(2), url, max_shard_size="12MB", on_existing="replace")
+
+    assert_equal(loaded(bucket), tensors(2))
 
 
 def test_a_store_that_takes_no_conditions_is_remarked_upon(bucket: Bucket, faulty: Proxy) -> None:
     faulty.fault = Fault("unconditional", match="PUT")
+
+    with pytest.warns(UserWarning, match="does not honour conditional writes"):
+        sf.save_state_dict(tensors(), f"s3://{bucket.name}/ckpt", max_shard_size="8MB")
+
+    assert_equal(loaded(bucket), tensors())
+
+
+def test_a_store_that_has_no_conditions_is_remarked_upon(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
 
     with pytest.warns(UserWarning, match="does not honour conditional writes"):
         sf.save_state_dict(tensors(), f"s3://{bucket.name}/ckpt", max_shard_size="8MB")
@@ -263,18 +324,41 @@ def test_an_interrupted_save_is_recognised_by_readers_and_by_verify(bucket: Buck
     assert "begun on host gpu-7 at 2026-01-31 12:00:00 UTC" in result.stdout
 
 
-def test_an_interrupted_save_is_taken_over_when_asked_or_when_it_is_old(
+@pytest.mark.parametrize("on_existing", ["refuse", "replace"])
+def test_an_interrupted_save_is_taken_over_when_it_is_old(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, on_existing: Literal["refuse", "replace"]
+) -> None:
+    url = interrupted(bucket)
+    before = stored(bucket)
+    with pytest.raises(StorageError, match=r"If none is running, save again in \d+ s, or remove s3://.*index\.json to"):
+        sf.save_state_dict(tensors(), url, on_existing=on_existing)
+    assert stored(bucket) == before
+    monkeypatch.setattr(objecttarget, "STALE_S", 0.0)
+
+    with pytest.warns(UserWarning, match="took over from a save that was interrupted"):
+        sf.save_state_dict(tensors(), url, on_existing=on_existing)
+
+    assert list(stored(bucket)) == ["model.safetensors"]
+
+
+def test_an_interrupted_saves_marker_may_be_removed_to_go_on_at_once(bucket: Bucket) -> None:
+    url = interrupted(bucket)
+    bucket.delete(f"ckpt/{INDEX}")
+
+    sf.save_state_dict(tensors(), url, on_existing="replace")
+
+    assert list(stored(bucket)) == ["model.safetensors"]
+
+
+def test_the_age_of_a_marker_does_not_depend_on_this_machines_clock(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = interrupted(bucket)
-    with pytest.raises(StorageError, match="a save is publishing here, or was interrupted"):
-        sf.save_state_dict(tensors(), url)
-    monkeypatch.setattr(objecttarget, "STALE_S", -60.0)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 800)  # S3 refuses requests of a clock that is off by 900 s
 
-    with pytest.warns(UserWarning, match="took over from a save that was interrupted"):
+    with pytest.raises(StorageError, match=r"interrupted \d{1,2} s ago"):
         sf.save_state_dict(tensors(), url)
-
-    assert list(stored(bucket)) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1/x", "hf://org/name"])

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardferry.execute.extras import Extras
+from shardferry.format.savenames import TOKEN_BYTES
 from shardferry.plan.publish import check_existing, choose_protocol
 from shardferry.storage.place import Place
 from shardferry.storage.publish import Claim, Publication, claim_target
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BYTES = 4
 # A guess: a rank learns of a failure between two pieces of 4 MiB; only one that is inside a slow sync takes longer, and
 # that one creates nothing any more.
 STOPPED_WITHIN_S = 5.0

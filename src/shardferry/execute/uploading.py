@@ -2,26 +2,26 @@
 
 Until every rank has sent everything no object of the save exists. Then rank 0 puts its marker in the place of the
 index, every rank completes its uploads, and rank 0 puts the new index in the place of the marker.
+
+The marker is a lease (`storage/objecttarget.py`). Every rank reads its own clock before rank 0 puts it, so clocks need
+not agree; what a rank has not begun to complete when its lease is over waits until rank 0 has put a new one.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import secrets
-import socket
+import math
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from shardferry.errors import ShardferryError
+from shardferry.errors import ShardferryError, StorageError
 from shardferry.execute.extras import Extras
-from shardferry.execute.publishing import STOPPED_WITHIN_S, TOKEN_BYTES
-from shardferry.format.savenames import marker_bytes
 from shardferry.plan.publish import check_existing
-from shardferry.storage.objecttarget import ObjectState, ObjectTarget, check_marker
+from shardferry.storage.objecttarget import LEASE_S, ObjectState, ObjectTarget, check_marker
 from shardferry.storage.upload import Room, Upload
 from shardferry.transport.together import together
 
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Of the budget, what the parts of uploads may take; the rest is for the exchange.
 PARTS_SHARE = 2
+# What another rank is doing when one has failed ends within this: it completes a large object, for a minute or two.
+LEFT_WITHIN_S = 240.0
 
 
 class _Begun(NamedTuple):
@@ -134,17 +136,26 @@ class Uploading:
 
     protocol = "upload"
 
-    def __init__(self, group: Group, url: str, layout: CheckpointLayout, owners: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        url: str,
+        layout: CheckpointLayout,
+        owners: Mapping[str, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Prepare to upload; `begin` must follow."""
         self.remarks: tuple[str, ...] = ()
         self._group = group
-        self._target = ObjectTarget(url, group.timeout_s)
+        self._target = ObjectTarget(url, layout.naming, group.timeout_s)
         self._layout = layout
         self._mine = {file.name: file for file in layout.files if owners[file.name] == group.rank}
         self._uploads: Uploads | None = None
         self._begun: _Begun | None = None
-        self._etags: dict[str, str] = {}
-        self._completed: list[str] = []
+        self._clock = clock
+        self._leased_at = -math.inf  # by this rank's clock, not later than the marker was put
+        self._etags: dict[str, str] = {}  # of what was there
+        self._completed: dict[str, str] = {}  # ETags of what this rank has to remove if the save fails
         self._is_published = False
 
     def begin(self, on_existing: OnExisting, write_extras: Callable[[Path], None]) -> None:
@@ -158,8 +169,8 @@ class Uploading:
         def work() -> bytes:
             if self._group.rank:
                 return b""
-            state = self._target.look(self._layout.naming)
-            remark = check_marker(state, replace=on_existing == "replace")
+            state = self._target.look()
+            remark = check_marker(state, self._layout.naming)
             if remark is None:
                 check_existing(state, on_existing)
             else:
@@ -190,63 +201,115 @@ class Uploading:
 
     def publish(self) -> None:
         """Make the uploads the checkpoint, when every rank has sent its bytes. Collective."""
-        together(self._group, "claim the target", self._claim)
-        together(self._group, "complete uploads", self._complete)
+        is_left = True
+        while is_left:
+            since = self._clock()
+            together(self._group, "agree to publish", bytes)  # rank 0 puts no marker before all have read their clocks
+            together(self._group, "claim the target", self._claim)
+            self._leased_at = since
+            is_left = any(json.loads(told) for told in together(self._group, "complete uploads", self._complete))
+        for told in together(self._group, "hand over", self._hand_over):
+            self._completed |= {} if self._group.rank else json.loads(told)
         together(self._group, "publish", self._finish)
 
     def _claim(self) -> bytes:
         if self._begun is not None:
-            marker = marker_bytes(secrets.token_hex(TOKEN_BYTES), socket.gethostname(), _now())
-            remark = self._target.claim(self._begun.state, self._layout.naming, marker)
-            self.remarks += (remark,) if remark else ()
+            since = self._clock()
+            if self._target.is_claimed:
+                self._target.renew()
+            else:
+                remark = self._target.claim(self._begun.state)
+                self.remarks += (remark,) if remark else ()
+            if (took := self._clock() - since) >= LEASE_S:
+                raise StorageError(
+                    f"{self._target.root}: it took the store {took:.0f} s to take a few bytes, more than the "
+                    f"{LEASE_S:.0f} s in which another save can be kept out. Save again when it is faster"
+                )
         return b""
 
     def _complete(self) -> bytes:
+        """Complete uploads while the lease lasts, and return whether any are left."""
         assert self._uploads is not None
-        for name, upload in self._uploads.begun.items():
+        left = [name for name in self._uploads.begun if name not in self._completed]
+        while left and not self._is_lease_over():
+            name = left.pop(0)
+            upload = self._uploads.begun[name]
             try:
                 upload.complete()
+                tag = upload.e_tag
             except ShardferryError:  # the answer may be what was lost, not the object
-                if not self._target.holds(name, upload.size, self._etags.get(name, "")):
+                tag = self._target.tag_if_completed(name, upload.size, self._etags.get(name, ""))
+                if not tag:
                     raise
-            self._completed.append(name)
+            self._completed[name] = tag
             self._group.check()
-        return b""
+        return json.dumps(bool(left)).encode()
+
+    def _hand_over(self) -> bytes:
+        """Leave it to rank 0 to remove objects: only that knows whether the index which names them stands."""
+        completed = json.dumps(self._completed).encode()
+        self._completed.clear()
+        return completed
+
+    def _is_lease_over(self) -> bool:
+        return self._clock() - self._leased_at >= LEASE_S
 
     def _finish(self) -> bytes:
         if self._begun is not None:
             self._begun.extras.stage(self)
-            self._target.finish(self._layout.index, self._layout.naming)
+            self._target.finish(self._layout.index)
             self._is_published = True
-            new = {*(file.name for file in self._layout.files), self._layout.index_name, self._layout.naming.index}
-            self._target.delete([name for name in self._begun.state.old_files if name not in new])
+            self._remove_old(self._begun.state)
         return b""
 
     def add(self, name: str, data: bytes) -> None:
         """Write a small file that belongs beside the weights."""
+        if self._is_lease_over():
+            since = self._clock()
+            self._target.renew()
+            self._leased_at = since
         self._target.put(name, data)
+
+    def _remove_old(self, state: ObjectState) -> None:
+        """Remove what no new file has replaced. Another save may have begun: what it has put there stays."""
+        new = {*(file.name for file in self._layout.files), self._layout.naming.index}
+        for name in state.old_files:
+            try:
+                if name in state.etags and name not in new:
+                    self._target.delete(name, state.etags[name])
+            except ShardferryError as error:
+                self.remarks += (f"an old file is left: {error}",)
+                return
 
     def _abort(self) -> None:
         if self._is_published:
             return
         begun = self._uploads.begun if self._uploads else {}
-        left = [upload for name, upload in begun.items() if name not in self._completed]
+        left = [upload for upload in begun.values() if not upload.e_tag]
         for upload in left:  # all at once: each may take as long as the store is given to answer
             upload.abandon()
         for upload in left:
             upload.abort()
         try:
-            self._target.delete(self._completed)
+            self._remove_completed()
             if self._begun is not None and self._target.is_claimed:
-                self._group.wait_until_left(STOPPED_WITHIN_S)  # until then they may complete uploads
                 self._give_back(self._begun.state)
         except ShardferryError as error:
             logger.warning("a failed save has left something: %s", error)
 
+    def _remove_completed(self) -> None:
+        """Remove what this rank has completed, while nobody else can have completed the same."""
+        for name, tag in self._completed.items():
+            if self._is_lease_over():
+                raise StorageError(
+                    f"{self._target.root}: objects that were completed stay, as another save may have begun, and so "
+                    "does the marker. The next save replaces them"
+                )
+            self._target.delete(name, tag)
+
     def _give_back(self, state: ObjectState) -> None:
         """Put back the index that was there; files that were overwritten are gone, which readers of it are told."""
-        self._target.finish(state.index if state.marker is None else None, self._layout.naming)
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        if self._group.wait_until_left(LEFT_WITHIN_S):  # until then they may complete uploads
+            self._target.finish(state.index if state.marker is None else None)
+        else:
+            logger.warning("%s: the marker of a failed save stays, as a rank has not ended", self._target.root)

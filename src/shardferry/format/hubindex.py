@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardferry.errors import CheckpointError
 from shardferry.format.impostor import impostor
 from shardferry.format.problem import Findings, Problem, listed, shown
-from shardferry.format.savenames import PUBLISHING, describe_marker
+from shardferry.format.savenames import PUBLISHING, STALE_S, describe_marker
 from shardferry.format.strictjson import BadJsonError, Json, json_kind, parse_object
 from shardferry.units import MIB
 
@@ -70,7 +70,7 @@ def parse_hub_index(raw: bytes, name: str) -> tuple[HubIndex | None, list[Proble
         findings.add(
             "missing",
             f"a save is putting its objects in place, or was interrupted while it did ({begun}). If none is running, "
-            'save to this path again with on_existing="replace"',
+            f"save to this path again: at once if this object is removed, else after {STALE_S / 60:.0f} minutes",
         )
         return None, findings.problems
     weight_map = content.get("weight_map")

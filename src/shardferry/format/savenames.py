@@ -35,6 +35,10 @@ JournalKind = Literal["publishing", "published"]
 PublishProtocol = Literal["rename", "exchange", "swap", "files", "in place"]
 # The key of a marker, which an index of tensors does not have.
 PUBLISHING = "shardferry_publishing"
+# For so long a marker keeps all other saves out; `storage/objecttarget.py` says why.
+STALE_S = 1200.0
+# Of random bytes: the name of one save.
+TOKEN_BYTES = 4
 
 # NAME_MAX is 255 bytes on every common filesystem; what is put around the label takes less than 60.
 _MAX_LABEL_BYTES = 180

@@ -144,7 +144,7 @@ def failures() -> tuple[type[Exception], ...]:
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
     except ImportError:  # whoever makes a client has been told, and that is what is on its way
         return ()
-    return (BaseError, FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
+    return (BaseError, FileNotFoundError, PermissionError, ConnectionError, TimeoutError, NotImplementedError)
 
 
 def status_of(error: Exception) -> int | None:

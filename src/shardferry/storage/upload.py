@@ -95,7 +95,13 @@ class Room:
 
 
 class Upload:
-    """An object on its way."""
+    """An object on its way.
+
+    Attributes:
+        where: Its URL, as errors name it.
+        size: Bytes it will have.
+        e_tag: What the store calls its content; empty until it is completed.
+    """
 
     def __init__(
         self, client: Client, name: str, where: str, *, size: int, room: Room, is_confirmed: bool, retry_s: float
@@ -113,6 +119,7 @@ class Upload:
         """
         self.where = where
         self.size = size
+        self.e_tag = ""
         self._client, self._name, self._room = client, name, room
         self._part_bytes = part_bytes_of(size)
         # Confirmed parts fill half of the room, while the next ones are made in the other half.
@@ -228,7 +235,7 @@ class Upload:
         last_beginning = time.monotonic() + self._retry_s
         for _ in range(BEGINNINGS):
             try:
-                put(
+                made = put(
                     self._client,
                     self._name,
                     self._parts(),  # type: ignore[arg-type] # obstore takes NumPy arrays as what they are, buffers
@@ -245,6 +252,7 @@ class Upload:
                 if self._abandoned.wait(PAUSE_S) or time.monotonic() > last_beginning:
                     return
             else:
+                self.e_tag = made["e_tag"] or ""
                 self._is_done = True
                 return
 

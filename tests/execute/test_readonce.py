@@ -21,6 +21,7 @@ from shardferry.geometry.region import Region, box, whole
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split
 from shardferry.plan.costmodel import PRESETS
 from shardferry.plan.match import Rules
+from shardferry.storage.local import LocalStore
 from shardferry.testing.groups import rank_outcomes, run_ranks
 from shardferry.units import GIB, MIB
 
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
     from shardferry.convert.ops import Expression
     from shardferry.execute.report import LoadReport, Progress
     from shardferry.plan.estimate import Estimate
+    from shardferry.storage.base import OnRead
+    from shardferry.storage.local import LocalFile
     from shardferry.transport.base import Group
 
     from .movers import QueueMover
 
 W = np.arange(12 * 10, dtype=np.float32).reshape(12, 10)
+FLAT = W.reshape(-1)
 ROWS = MeshLayout((4,), (0, 1, 2, 3), (Split(0, 0),))
 COLUMNS = MeshLayout((2,), (0, 1), (Split(0, 1),))
 NODES = (0, 0, 1, 1)
@@ -144,54 +148,69 @@ def test_copies_of_a_checkpoint_on_one_machine_share_no_pages(tmp_path: Path, mo
     assert all(np.array_equal(adapter.arrays["w"], W) for adapter in adapters)
 
 
-class LateMover:
-    """Exchanges a round only once the next one has been read: never, if that waits for the exchange."""
+class Reads(LocalStore):
+    """Files of which all ranks together count the reads that are asked for."""
 
-    def __init__(self, mover: QueueMover, reads: threading.Semaphore, num_rounds: int) -> None:
-        self._mover, self._reads = mover, reads
-        self._awaited = iter([2, *[1] * (num_rounds - 2), 0])
+    asked = 0
+    changed = threading.Condition()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[LocalFile]:
+        with super().open(name) as file:
+            plain = file.read_into
+
+            def read_into(out: np.ndarray, start: int, on_read: OnRead) -> None:
+                with Reads.changed:
+                    Reads.asked += 1
+                    Reads.changed.notify_all()
+                plain(out, start, on_read)
+
+            file.read_into = read_into  # type: ignore[method-assign]
+            yield file
+
+
+class LateMover:
+    """Exchanges a round only once the next one is being read: never, if that waits for the exchange."""
+
+    def __init__(self, mover: QueueMover, num_reads: int) -> None:
+        self._mover, self._num_reads = mover, num_reads
+        self._needed = 2
 
     def all_gather(
         self, ranks: Sequence[int], send: np.ndarray, receive: np.ndarray, receive_sizes: Sequence[int]
     ) -> None:
-        for _ in range(next(self._awaited)):
-            assert self._reads.acquire(timeout=60), "the next round is not read while this one is exchanged"
+        self._needed = min(self._needed + 2, self._num_reads)  # one of each of two ranks
+        with Reads.changed:
+            assert Reads.changed.wait_for(lambda: Reads.asked >= self._needed, timeout=30), "no read of the next round"
         self._mover.all_gather(ranks, send, receive, receive_sizes)
 
     def all_to_all(self, *_: object) -> NoReturn:
         raise AssertionError
 
 
-def test_the_next_round_is_read_while_one_is_exchanged(tmp_path: Path) -> None:
-    path = save(tmp_path, w=W)
-    adapters = [ArrayAdapter([target("w", (12, 10), (12, 10))]) for _ in range(2)]
-    reads = [threading.Semaphore(0) for _ in range(2)]
-    (plain, _) = load_once(path, lambda rank: adapters[rank], count=2, exchange_bytes=200)
-    num_rounds = plain.ranks[0].requests
-    assert num_rounds > 2
+def test_the_next_round_is_read_while_one_is_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, flat=FLAT)  # of which what a rank reads in a round is one run, and one read
+    adapters = [ArrayAdapter([target("flat", FLAT.shape, FLAT.shape)]) for _ in range(2)]
+    monkeypatch.setattr("shardferry.storage.local.LocalStore", Reads)
+    monkeypatch.setattr(Reads, "asked", 0)
+    load_once(path, lambda rank: adapters[rank], count=2, exchange_bytes=200)
+    num_reads = Reads.asked
+    assert num_reads > 4  # of two ranks in more than two rounds
+    Reads.asked = 0
     wires = Wires()
 
     @contextmanager
     def open_late(rank: int, check: Callable[[], None]) -> Iterator[LateMover]:
         with wires.open(rank, check) as mover:
-            yield LateMover(mover, reads[rank], num_rounds)
+            yield LateMover(mover, num_reads)
 
     def run(group: Group) -> LoadReport:
-        landed = 0
-
-        def on_progress(step: Progress) -> None:
-            nonlocal landed
-            if step.bytes_done == landed:  # something was read, and nothing has landed in a tensor
-                reads[group.rank].release()
-            landed = step.bytes_done
-
         sharing = Sharing("always", 200, partial(open_late, group.rank))
-        wanted = request(path, sharing=sharing, node_of_rank=(0, 1), on_progress=on_progress)
-        return load(group, adapters[group.rank], wanted)
+        return load(group, adapters[group.rank], request(path, sharing=sharing, node_of_rank=(0, 1)))
 
-    report = run_ranks(2, run)[0]
-    assert report.total.bytes_read == W.nbytes
-    assert all(np.array_equal(adapter.arrays["w"], W) for adapter in adapters)
+    assert run_ranks(2, run)[0].total.bytes_read == FLAT.nbytes
+    assert Reads.asked == num_reads
+    assert all(np.array_equal(adapter.arrays["flat"], FLAT) for adapter in adapters)
 
 
 def test_transposes_and_parts_of_several_tensors_arrive(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import tempfile
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,7 +150,7 @@ def test_names_of_the_same_bytes_are_read_once(mounts: SlowMounts, tmp_path: Pat
     for name in ("one", "two"):
         (snapshot / f"{name}.safetensors").symlink_to(mounts.paths[0] / "two.safetensors")
     info, file = index.tensors[NAMES[2]], index.files["two.safetensors"]
-    tensors = {"c": replace(info, file="one.safetensors"), "d": info}
+    tensors = {"c": info._replace(file="one.safetensors"), "d": info}
     linked = CheckpointIndex(str(snapshot), tensors, {"one.safetensors": file, "two.safetensors": file}, {})
     report = warm_node(
         linked, job(HALVES, ("c",)) | job(MeshLayout((2,), (1, 0), (Split(0, 0),)), ("d",)), [0], request()

@@ -21,7 +21,7 @@ from shardferry.errors import InvalidInputError
 from shardferry.geometry.region import Region, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from shardferry.geometry.region import Intervals
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor, or a box of one, as it lies in storage.
 
     Attributes:
@@ -146,18 +145,17 @@ class Computed:
 Expression = Stored | Zeros | Transposed | Reshaped | Picked | Tiled | Computed
 
 
-def leaves(expression: Expression) -> Iterator[Stored]:
-    """Yield the stored tensors an expression is made of."""
+def leaves(expression: Expression) -> list[Stored]:
+    """Return the stored tensors an expression is made of, in order."""
     if isinstance(expression, Stored):
-        yield expression
-    elif isinstance(expression, Transposed | Reshaped | Picked):
-        yield from leaves(expression.of)
-    elif isinstance(expression, Tiled):
-        for tile in expression.tiles:
-            yield from leaves(tile.part)
-    elif isinstance(expression, Computed):
-        for operand in expression.operands:
-            yield from leaves(operand)
+        return [expression]
+    if isinstance(expression, Transposed | Reshaped | Picked):
+        return leaves(expression.of)
+    if isinstance(expression, Tiled):
+        return [leaf for tile in expression.tiles for leaf in leaves(tile.part)]
+    if isinstance(expression, Computed):
+        return [leaf for operand in expression.operands for leaf in leaves(operand)]
+    return []
 
 
 def dtypes_of(expression: Expression, dtype_of: Callable[[str], str]) -> set[str]:

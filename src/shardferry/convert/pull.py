@@ -145,13 +145,11 @@ def _pull_tiles(expression: Tiled, frame: Frame) -> Iterator[tuple[Stored | Zero
 
 def _combine(options: Sequence[Sequence[tuple[Dim, _Moves]]], starts: tuple[int, ...]) -> Iterator[Frame]:
     for chosen in product(*options):
-        moves = tuple(move for _, moves in chosen for move in moves)
-        yield Frame(tuple(dim for dim, _ in chosen), _moved(starts, moves))
+        moves = [move for _, moves in chosen for move in moves]
+        yield Frame(tuple([dim for dim, _ in chosen]), _moved(starts, moves))
 
 
-def _moved(starts: tuple[int, ...], moves: _Moves) -> tuple[int, ...]:
-    if not moves:
-        return starts
+def _moved(starts: tuple[int, ...], moves: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     moved = list(starts)
     for dim, by in moves:
         moved[dim] += by
@@ -299,8 +297,9 @@ def _size(dim: Sequence[Digit]) -> int:
 
 def _piece(leaf: Stored | Zeros, frame: Frame) -> Piece:
     shape, region, axes, target, fine = _copied(frame)
-    source = Stored(leaf.key, shape, leaf.part) if isinstance(leaf, Stored) else Zeros(shape)
-    return Piece(source, region, axes, target, fine)
+    if leaf.shape != shape:
+        leaf = Stored(leaf.key, shape, leaf.part) if isinstance(leaf, Stored) else Zeros(shape)
+    return Piece(leaf, region, axes, target, fine)
 
 
 @lru_cache(maxsize=CACHED)

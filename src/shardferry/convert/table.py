@@ -163,11 +163,12 @@ def left_behind(table: Mapping[str, Tensor], tensors: Mapping[str, Tensor], take
         tensors: All tensors before.
         taken: Names of those that others were made of.
     """
-    stems = {stem for name in taken for stem in (name, name.removesuffix(".weight"))}
     return tuple(
         name
         for name, tensor in table.items()
-        if tensors.get(name) is tensor and name not in taken and any(stem in stems for stem in _stems(name))
+        if tensors.get(name) is tensor
+        and name not in taken
+        and any(stem in taken or f"{stem}.weight" in taken for stem in _stems(name))
     )
 
 
@@ -212,11 +213,11 @@ def _convert(table: dict[str, Tensor], rule: Convert) -> set[str]:
     used: set[str] = set()
     for group in groups:
         names = [name for part in group.parts for name in part.values()]
-        tensors = [table[name]._replace(name=name) for name in names]
         try:
             made.extend(_make(table, rule, group))
         except InvalidInputError as error:
-            raise InvalidInputError(f"{_sources(tensors)}: {error}. The rule is {describe_rule(rule)}") from error
+            sources = _sources([table[name] for name in names])
+            raise InvalidInputError(f"{sources}: {error}. The rule is {describe_rule(rule)}") from error
         used.update(names)
     for name in used:
         del table[name]
@@ -229,18 +230,17 @@ def _groups(table: Mapping[str, Tensor], rule: Convert) -> list[_Group]:
     """Return the complete groups of a rule's sources, in the order of the table."""
     written = {field for text in rule.targets for field in Template(text).fields}
     templates = [_template(text, written) for text in rule.sources]
-    found: dict[tuple[tuple[str, str], ...], tuple[dict[int, str], ...]] = defaultdict(
-        lambda: tuple({} for _ in templates)
-    )
+    shared = sorted(written.intersection(templates[0].fields))  # the same of every source, as `Convert` sees to
+    found: dict[tuple[str, ...], tuple[dict[int, str], ...]] = defaultdict(lambda: tuple({} for _ in templates))
     plain = all(template.is_name for template in templates)
     for name in [name for name in dict.fromkeys(rule.sources) if name in table] if plain else table:
         for at, template in enumerate(templates):
             fields = template.match(name)
             if fields is not None:
-                number = next((int(fields.pop(field)) for field in template.numbers), -1)
-                key = tuple(sorted((field, value) for field, value in fields.items() if field in written))
+                number = next((int(fields[field]) for field in template.numbers), -1)
+                key = tuple([fields[field] for field in shared])
                 _put_part(found[key][at], number, name)
-    groups = [_Group(dict(key), parts) for key, parts in found.items()]
+    groups = [_Group(dict(zip(shared, key, strict=True)), parts) for key, parts in found.items()]
     return [group for group in groups if _is_complete(group, templates, rule)]
 
 
@@ -264,11 +264,11 @@ def _is_complete(group: _Group, templates: Sequence[Template], rule: Convert) ->
     size = max((max(part) for part in group.parts if part), default=-1) + 1
     for part, template in zip(group.parts, templates, strict=True):
         numbers = range(size) if template.numbers else (-1,)
-        gap = next((number for number in numbers if number not in part), None)
-        if gap is None:
+        if len(part) == len(numbers):
             continue
         if rule.partial:
             return False
+        gap = next(number for number in numbers if number not in part)
         fields = {**group.fields, **dict.fromkeys(template.numbers, str(gap))}
         missing = template.write(fields) if not template.text.startswith("re:") else template.text
         there = next(name for some in group.parts for name in some.values())
@@ -279,7 +279,7 @@ def _is_complete(group: _Group, templates: Sequence[Template], rule: Convert) ->
 def _make(table: Mapping[str, Tensor], rule: Convert, group: _Group) -> Iterable[tuple[str, Tensor]]:
     operands: list[Operand] = []
     for part in group.parts:
-        tensors = [table[part[number]]._replace(name=part[number]) for number in sorted(part)]
+        tensors = [table[part[number]] for number in sorted(part)]
         operands.append(tensors[0] if -1 in part else tensors)
     for step in rule.steps:
         operands = apply(step, operands, len(rule.targets))

@@ -12,6 +12,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
+from shardferry.collector import paused_collector
 from shardferry.format.dtypes import BITS
 from shardferry.format.impostor import impostor
 from shardferry.format.index import FileInfo, TensorInfo
@@ -82,6 +83,7 @@ def read_raw_header(files: Files, name: str) -> RawHeader:
     return RawHeader(size, first + files.read(name, len(first), stop))
 
 
+@paused_collector()
 def parse_header(raw: bytes, size: int, file: str) -> tuple[Header | None, list[Problem]]:
     """Return what a file's header says, and everything that is wrong with it.
 

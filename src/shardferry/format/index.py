@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from shardferry.collector import paused_collector
 from shardferry.format.dtypes import tensor_bytes
 
 # Level 1: the names compress 10x already, and higher levels cost more than the bytes they save.
 _ZLIB_LEVEL = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One stored box of a tensor that lies in several files.
 
     Attributes:
@@ -32,8 +33,7 @@ class Part:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where a tensor lies and what it is.
 
     Attributes:
@@ -126,6 +126,7 @@ class CheckpointIndex:
         return zlib.compress(json.dumps(columns, separators=(",", ":")).encode(), _ZLIB_LEVEL)
 
     @classmethod
+    @paused_collector()
     def from_bytes(cls, packed: bytes) -> CheckpointIndex:
         """Return the index that `to_bytes` packed; for bytes of another rank of the job, not for untrusted ones."""
         columns = json.loads(zlib.decompress(packed))

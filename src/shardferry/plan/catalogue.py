@@ -15,6 +15,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardferry.collector import paused_collector
 from shardferry.errors import ShardingError
 from shardferry.geometry.region import Region
 from shardferry.geometry.sharding import MeshLayout, Sharding, Split
@@ -95,6 +96,7 @@ def names_to_bytes(targets: Sequence[Target]) -> bytes:
     return zlib.compress(json.dumps(parts, separators=(",", ":")).encode(), 1)
 
 
+@paused_collector()
 def make_catalogue(inventories: Sequence[bytes], names: Sequence[bytes]) -> dict[str, Held]:
     """Return every tensor of the job in natural order of the names; the same on every rank.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shardferry.collector import paused_collector
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import Region
 
@@ -123,6 +124,7 @@ class Pattern(NamedTuple):
     wants: tuple[tuple[int, tuple[Region, ...]], ...]
 
 
+@paused_collector()
 def number_units(index: CheckpointIndex) -> Units:
     """Return the units of a checkpoint; the same on every rank that has its index."""
     order = {name: position for position, name in enumerate(index.files)}

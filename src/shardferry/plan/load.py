@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardferry.collector import paused_collector
 from shardferry.convert.ops import Stored, Tile, Tiled, Zeros, dtypes_of, leaves, replace_leaves, reshape
 from shardferry.convert.pull import pull_back
 from shardferry.errors import InvalidInputError, ShardingError
@@ -164,6 +165,7 @@ class LoadPlan:
     seek_bytes: int
 
 
+@paused_collector()
 def plan_load(
     index: CheckpointIndex, wanted: Iterable[Wanted], seek_bytes: int = PRESETS["local"].seek_bytes
 ) -> LoadPlan:

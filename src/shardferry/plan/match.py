@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shardferry.collector import paused_collector
 from shardferry.convert.ops import Expression, Stored, dtypes_of, leaves
 from shardferry.convert.table import to_model
 from shardferry.convert.tensor import stored_tensors
@@ -108,6 +109,7 @@ class Rules(NamedTuple):
     skip_mismatched: bool = False
 
 
+@paused_collector()
 def match_targets(index: CheckpointIndex, targets: Sequence[Target], rules: Rules) -> Matching:
     """Return what fills each target, and every name that does not fit.
 

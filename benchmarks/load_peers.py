@@ -1,13 +1,14 @@
 """The loaders that the load benchmark compares: the library, its peers, and what the machine can do without one.
 
-Answers no question itself. A loader takes a `Job` and returns this rank's local tensors by name, complete.
+Answers no question itself. A loader takes a `Job`, and what its caller has before a load (a model without values, a
+state dict whose memory nobody has touched), and returns this rank's local tensors by name, complete.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +20,24 @@ if TYPE_CHECKING:
 
     from benchmarks.load_job import Job
 
-    Loader = Callable[[Job], dict[str, torch.Tensor]]
-
 MADV_HUGEPAGE = 14
 HUGE_BYTES = 2 << 20
 PAGE_BYTES = 4096
 
 
-def limit(job: Job) -> dict[str, torch.Tensor]:
+class Loader(NamedTuple):
+    """One way to do the job.
+
+    Attributes:
+        load: Does it; timed.
+        prepare: Makes what `load` is given; not timed, because whoever loads has it.
+    """
+
+    load: Callable[[Job, Any], dict[str, torch.Tensor]]
+    prepare: Callable[[Job], Any] = lambda _: None
+
+
+def limit(job: Job, _: None) -> dict[str, torch.Tensor]:
     """What the machine does without a library: one copy out of the page cache, into well-placed huge pages."""
     loaded = {}
     descriptors: dict[object, int] = {}
@@ -49,25 +60,23 @@ def limit(job: Job) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def shardferry_state_dict(job: Job) -> dict[str, torch.Tensor]:
-    """`shardferry.torch.load_state_dict` into tensors allocated on the clock."""
+def shardferry_state_dict(job: Job, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`shardferry.torch.load_state_dict` into memory nobody has touched."""
     import shardferry.torch
 
-    state_dict = empty_tensors(job, "cpu")
     shardferry.torch.load_state_dict(state_dict, job.folder)
     return _local(state_dict)
 
 
-def shardferry_model(job: Job) -> dict[str, torch.Tensor]:
+def shardferry_model(job: Job, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """`shardferry.torch.load_model` on a model whose parameters are on meta."""
     import shardferry.torch
 
-    model = _module_of(empty_tensors(job, "meta"))
     shardferry.torch.load_model(model, job.folder)
     return _local(model.state_dict())
 
 
-def safetensors_slices(job: Job) -> dict[str, torch.Tensor]:
+def safetensors_slices(job: Job, _: None) -> dict[str, torch.Tensor]:
     """`safetensors.safe_open` and `get_slice`, each rank its own slices."""
     from safetensors import safe_open
 
@@ -80,18 +89,17 @@ def safetensors_slices(job: Job) -> dict[str, torch.Tensor]:
     return clone_views(loaded)
 
 
-def torch_dcp(job: Job) -> dict[str, torch.Tensor]:
+def torch_dcp(job: Job, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Torch's distributed checkpoint with its Hugging Face reader."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    state_dict = empty_tensors(job, "cpu")
     load(state_dict, storage_reader=HuggingFaceStorageReader(str(job.folder)))
     return clone_views(_local(state_dict))
 
 
-def transformers_tp(job: Job) -> dict[str, torch.Tensor]:
-    """Transformers' `from_pretrained` with the model's own TP plan."""
+def transformers_tp(job: Job, _: None) -> dict[str, torch.Tensor]:
+    """Transformers' `from_pretrained` with the model's own TP plan; it makes its model itself, on the clock."""
     import transformers
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -103,16 +111,6 @@ def transformers_tp(job: Job) -> dict[str, torch.Tensor]:
         distributed_config=DistributedConfig(tp_plan="auto", tp_size=job.mesh.size()),
     )
     return clone_views(_local(model.state_dict()))
-
-
-LOADERS: dict[str, Loader] = {
-    "limit": limit,
-    "shardferry_state_dict": shardferry_state_dict,
-    "shardferry_model": shardferry_model,
-    "safetensors": safetensors_slices,
-    "torch_dcp": torch_dcp,
-    "transformers": transformers_tp,
-}
 
 
 def clone_views(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -165,3 +163,21 @@ def _read(descriptor: int, target: memoryview, start: int) -> None:
     done = 0
     while done < len(target):
         done += os.preadv(descriptor, [target[done:]], start + done)
+
+
+def _empty_state_dict(job: Job) -> dict[str, torch.Tensor]:
+    return empty_tensors(job, "cpu")
+
+
+def _empty_model(job: Job) -> torch.nn.Module:
+    return _module_of(empty_tensors(job, "meta"))
+
+
+LOADERS: dict[str, Loader] = {
+    "limit": Loader(limit),
+    "shardferry_state_dict": Loader(shardferry_state_dict, _empty_state_dict),
+    "shardferry_model": Loader(shardferry_model, _empty_model),
+    "safetensors": Loader(safetensors_slices),
+    "torch_dcp": Loader(torch_dcp, _empty_state_dict),
+    "transformers": Loader(transformers_tp),
+}

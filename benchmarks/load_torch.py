@@ -4,9 +4,10 @@
 
 Compares `load_state_dict` and `load_model` with safetensors' slices, torch's distributed checkpoint, transformers'
 `tp_plan`, and the limit: a copy into huge pages without any library. Each loader runs in processes of its own, once
-a round; rounds are interleaved and their order rotates. A result that still is a view of a file is copied on the
-clock, and bytes are checked after it. The cold rows need root only where the page cache cannot be dropped file by
-file. Prints ratios, and writes the raw records to `benchmarks/results/`.
+a round; rounds are interleaved and their order rotates. The model or state dict to fill is there before the clock
+starts; a result that still is a view of a file is copied on the clock, and bytes are checked after it. A warm page
+cache is one that ordinary reads have filled. The cold rows need root only where the page cache cannot be dropped file
+by file. Prints ratios, and writes the raw records to `benchmarks/results/`.
 """
 
 from __future__ import annotations

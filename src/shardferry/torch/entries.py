@@ -7,7 +7,7 @@ declares tied) are one entry with several names; nothing is ever concluded from 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +22,9 @@ from shardferry.torch.dtypes import dtype_name, elements_per_item
 from shardferry.torch.shardings import FsdpCut, GivenSharding, fsdp_cuts, given_layout, layouts_of, local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from shardferry.plan.target import Layout
 
 # torch.compile and checkpoint wrappers put their own names into the path of a parameter.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
@@ -117,17 +119,19 @@ def make_target(entry: Entry, shardings: Mapping[str, GivenSharding], *, filled:
     """
     name, tensor = entry.names[0], entry.tensor
     check_plain_memory(tensor, name, filled=filled)
-    local = tuple(local_part(tensor).shape)
+    per_item = elements_per_item(tensor.dtype)
+    shape: tuple[int, ...] | None = _in_file_elements(tensor.shape, per_item)
+    local_shape = _in_file_elements(local_part(tensor).shape, per_item)
     given = next((shardings[other] for other in entry.names if other in shardings), None)
-    target = Target(entry.names, dtype_name(tensor.dtype, name), tuple(tensor.shape), local)
+    layouts: tuple[Layout, ...] = ()
     if given is not None:
-        shape = tuple(tensor.shape) if isinstance(tensor, DTensor) else None
-        target = replace(target, shape=shape, layouts=(given_layout(given, tensor.ndim, name),))
+        shape = shape if isinstance(tensor, DTensor) else None
+        layouts = (given_layout(given, tensor.ndim, name),)
     elif isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return None
-        target = replace(target, layouts=layouts_of(tensor, entry.cut, name))
-    return _in_file_elements(target, elements_per_item(tensor.dtype))
+        layouts = layouts_of(tensor, entry.cut, name)
+    return Target(entry.names, dtype_name(tensor.dtype, name), shape, local_shape, layouts)
 
 
 class Buffer(NamedTuple):
@@ -220,9 +224,6 @@ def _with_declared_ties(entries: list[Entry], model: nn.Module) -> list[Entry]:
     return entries
 
 
-def _in_file_elements(target: Target, per_item: int) -> Target:
+def _in_file_elements(shape: Sequence[int], per_item: int) -> tuple[int, ...]:
     """Count the last dim as files do, for dtypes that pack several elements into one item."""
-    if per_item == 1:
-        return target
-    shape = target.shape and (*target.shape[:-1], target.shape[-1] * per_item)
-    return replace(target, shape=shape, local_shape=(*target.local_shape[:-1], target.local_shape[-1] * per_item))
+    return (*shape[:-1], shape[-1] * per_item) if per_item > 1 and shape else tuple(shape)

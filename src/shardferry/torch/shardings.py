@@ -27,7 +27,21 @@ if TYPE_CHECKING:
 GivenSharding = tuple[DeviceMesh, Sequence[Placement]] | Sharding
 
 
-_known_meshes: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
+class _KnownMesh(NamedTuple):
+    """What is kept of a mesh, because torch computes it anew at every look.
+
+    Attributes:
+        shape: Its size along every axis.
+        ranks: Its ranks, row-major.
+        layouts: What notations on it have been found to mean: a model has few of them.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    layouts: dict[tuple[object, ...], tuple[MeshLayout, ...]]
+
+
+_known_meshes: WeakKeyDictionary[DeviceMesh, _KnownMesh] = WeakKeyDictionary()
 
 
 class FsdpCut(NamedTuple):
@@ -60,18 +74,11 @@ def layouts_of(tensor: DTensor, cut: FsdpCut | None, name: str) -> tuple[MeshLay
     Raises:
         ShardingError: If a placement is `Partial`, or unknown.
     """
-    placements = _normalised(tensor.placements, tensor.ndim, name)
-    shape, ranks = _mesh_ranks(tensor.device_mesh)
-    in_order = MeshLayout(shape, ranks, _in_order(tensor, placements))
-    if cut is not None:
-        return (MeshLayout(shape, ranks, _cut_last(placements, cut.axis)),)
-    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
-    if not strided:
-        return (in_order,)
-    other = MeshLayout(shape, ranks, _cut_last(placements, strided[0]))
-    size = tuple(tensor.shape)
-    same = all(region_at(size, in_order, at) == region_at(size, other, at) for at in range(len(ranks)))
-    return (in_order,) if same or not _cut_again(placements, strided[0]) else (in_order, other)
+    known = _known(tensor.device_mesh)
+    key = (tensor.placements, tuple(tensor.shape), _shard_order(tensor), cut and (cut.axis,))
+    if key not in known.layouts:
+        known.layouts[key] = _layouts_of(tensor, known, cut, name)
+    return known.layouts[key]
 
 
 def given_layout(given: GivenSharding, num_dims: int, name: str) -> MeshLayout | Sharding:
@@ -87,7 +94,23 @@ def given_layout(given: GivenSharding, num_dims: int, name: str) -> MeshLayout |
         raise InvalidInputError(f"shardings= gives {given!r} for {name}; it must be (mesh, placements) or a Sharding")
     mesh, placements = given
     splits = tuple(_splits(_normalised(placements, num_dims, name)))
-    return MeshLayout(*_mesh_ranks(mesh), splits)
+    known = _known(mesh)
+    return MeshLayout(known.shape, known.ranks, splits)
+
+
+def _layouts_of(tensor: DTensor, mesh: _KnownMesh, cut: FsdpCut | None, name: str) -> tuple[MeshLayout, ...]:
+    placements = _normalised(tensor.placements, tensor.ndim, name)
+    shape, ranks = mesh.shape, mesh.ranks
+    if cut is not None:
+        return (MeshLayout(shape, ranks, _cut_last(placements, cut.axis)),)
+    in_order = MeshLayout(shape, ranks, _in_order(placements, _shard_order(tensor)))
+    strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    if not strided:
+        return (in_order,)
+    other = MeshLayout(shape, ranks, _cut_last(placements, strided[0]))
+    size = tuple(tensor.shape)
+    same = all(region_at(size, in_order, at) == region_at(size, other, at) for at in range(len(ranks)))
+    return (in_order,) if same or not _cut_again(placements, strided[0]) else (in_order, other)
 
 
 def _is_pair(given: object) -> bool:
@@ -122,11 +145,10 @@ def _cut_of(param: Any) -> FsdpCut:  # noqa: ANN401 - FSDP2's own class is priva
     return FsdpCut(param, None, dim)
 
 
-def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a mesh's shape, and its ranks row-major; kept, because torch computes them anew at every look."""
+def _known(mesh: DeviceMesh) -> _KnownMesh:
     if mesh not in _known_meshes:
         ranks = mesh.mesh
-        _known_meshes[mesh] = (tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+        _known_meshes[mesh] = _KnownMesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), {})
     return _known_meshes[mesh]
 
 
@@ -154,9 +176,14 @@ def _dim(dim: int, num_dims: int, name: str) -> int:
     return dim % num_dims
 
 
-def _in_order(tensor: DTensor, placements: Sequence[Placement]) -> tuple[Split, ...]:
+def _shard_order(tensor: DTensor) -> tuple[Any, ...] | None:
+    """Return in which order the spec says its axes cut, per tensor dim; None before torch 2.13, which says nothing."""
+    order: tuple[Any, ...] | None = getattr(tensor._spec, "shard_order", None)  # noqa: SLF001 - it has no public name
+    return order
+
+
+def _in_order(placements: Sequence[Placement], order: Iterable[Any] | None) -> tuple[Split, ...]:
     """Return the cuts in the order the spec says, left to right unless it says otherwise."""
-    order = getattr(tensor._spec, "shard_order", None)  # noqa: SLF001 - torch 2.13 has no public name for it
     splits = {split.axis: split for split in _splits(placements)}
     named = [axis for entry in order or () for axis in entry.mesh_dims]
     if sorted(named) != sorted(splits):

@@ -67,14 +67,16 @@ def check(scheme: Scheme, members: Members, plain: NDArray[np.float32], data: st
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from(["F32", "BF16", "F8_E8M0"]))
+@given(st.data(), st.sampled_from(["F32", "BF16", "F16", "F8_E8M0", "U8"]))
 def test_block_scaled_fp8_is_the_value_times_the_scale_of_its_block(data: st.DataObject, dtype: str) -> None:
     rows, columns = data.draw(st.integers(5, 12)), data.draw(st.integers(5, 12))
     codes = bytes_of((rows, columns))
     kinds: dict[str, NDArray[np.generic]] = {
         "F32": RNG.random((-(-rows // 4), -(-columns // 4))).astype(np.float32),
         "BF16": RNG.integers(0x3F00, 0x4000, (-(-rows // 4), -(-columns // 4))).astype(np.uint16),
+        "F16": RNG.random((-(-rows // 4), -(-columns // 4))).astype(np.float16),
         "F8_E8M0": bytes_of((-(-rows // 4), -(-columns // 4)), 120, 134),
+        "U8": bytes_of((-(-rows // 4), -(-columns // 4)), 120, 134),
     }
     scales = kinds[dtype]
     values = to_floats(scales, dtype)

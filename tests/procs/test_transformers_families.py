@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -164,6 +165,31 @@ def test_a_family_is_loaded_and_saved_in_every_layout_as_in_one_process(
             assert differing(state, model.state_dict()) == [], path.name
         else:
             assert differing(load_file(path / "model.safetensors"), original) == [], path.name
+
+
+def load_and_save(family: str, folder: str, out: str, sizes: dict[str, int], ep_size: int) -> None:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = sft.from_pretrained(auto_class(family), folder, mesh=mesh, ep_size=ep_size, strict=True)
+    sft.save_pretrained(model, out)
+
+
+def test_files_stay_the_same_through_any_layouts_and_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Each loads what the one before has saved; 3 ranks cut nothing evenly."""
+    torch.manual_seed(0)
+    config, options = FAMILIES["deepseek_v3"]
+    AutoModelForCausalLM.from_config(getattr(transformers, config)(**options)).save_pretrained(tmp_path / "0")
+    steps: tuple[tuple[dict[str, int], int], ...] = (
+        ({"fsdp": 2, "tp": 2}, 2),
+        ({"fsdp": 3}, 1),
+        ({"tp": 2}, 1),
+        ({"fsdp": 2}, 2),
+    )
+    for at, (sizes, ep_size) in enumerate(steps):
+        here, there = (str(tmp_path / str(number)) for number in (at, at + 1))
+        ranks(math.prod(sizes.values())).run(load_and_save, "deepseek_v3", here, there, sizes, ep_size)
+    first, *saved = ((tmp_path / str(at) / "model.safetensors") for at in range(len(steps) + 1))
+    assert differing(load_file(saved[0]), load_file(first)) == []
+    assert {path.read_bytes() for path in saved} == {saved[0].read_bytes()}
 
 
 MANY: dict[str, Any] = {

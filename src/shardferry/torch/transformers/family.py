@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardferry.convert.table import Converted, left_behind
+from shardferry.convert.table import Converted
 from shardferry.convert.tensor import Tensor
 from shardferry.errors import InvalidInputError
 from shardferry.torch.dtypes import can_be_traced
@@ -123,14 +123,19 @@ class FamilyConversions:
             new, pattern = apply_converters(name, converters)
             new = new if pattern is not None else apply_renamings(name, renamings)
             groups.add(new, pattern, tensors[name])
-        taken: set[str] = set()
+        became: dict[str, list[str]] = {}
+        renamed: dict[str, str] = {}
         for new, (converter, parts) in groups.by_target.items():
             converted = self._convert(new, converter, parts)
-            if converter is not None:
-                taken.update(tensor.name for part in parts.values() for tensor in part)
+            sources = [tensor.name for part in parts.values() for tensor in part]
+            if converter is None:
+                renamed[sources[0]] = new
+            else:
+                _check_parts(sources, converted, converter)
                 converted = {apply_renamings(name, renamings): tensor for name, tensor in converted.items()}
+                became.update((source, list(converted)) for source in sources)
             _put(made, converted)
-        return Converted(made, (), left_behind(made, tensors, taken))
+        return Converted(made, (), _left_behind(renamed, became))
 
     def module_in_checkpoint(self, name: str) -> str:
         """Return how checkpoints spell the name of a module, from the top, or a pattern of such names."""
@@ -224,6 +229,46 @@ def _by_kind(transforms: Iterable[WeightTransform]) -> tuple[list[WeightRenaming
         [transform for transform in transforms if isinstance(transform, WeightRenaming)],
         [transform for transform in transforms if isinstance(transform, WeightConverter)],
     )
+
+
+def _check_parts(sources: Sequence[str], made: Mapping[str, Tensor], converter: WeightConverter) -> None:
+    """Refuse what reversed operations make of tensors they are not for: transformers does not look.
+
+    Raises:
+        InvalidInputError: If parts are not equal, or a list of experts is not one of matrices.
+    """
+    kinds = {type(operation).__name__ for operation in converter.operations}
+    shapes = sorted({tensor.shape for tensor in made.values()})
+    if "Chunk" in kinds and len(shapes) > 1:
+        raise InvalidInputError(f"{_listed(sources)} cannot be cut into equal parts: they would be {shapes}")
+    flat = [name for name, tensor in made.items() if name.endswith(".weight") and len(tensor.shape) < 2]  # noqa: PLR2004
+    if "SplitModulelist" in kinds and flat:
+        raise InvalidInputError(
+            f"{_listed(sources)}: no list of matrices, as which {_listed(flat)} would be taken of it"
+        )
+
+
+def _left_behind(renamed: Mapping[str, str], became: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the names that belong to a converted tensor, such as its scales, and would no longer be seen to.
+
+    Args:
+        renamed: New names of tensors that stay as they are, by the model's.
+        became: New names of what converted tensors became, by the model's.
+    """
+    heads: dict[str, list[str]] = {}
+    for name, new in became.items():
+        heads[name] = list(new)
+        heads.setdefault(name.removesuffix(".weight"), []).extend(one.removesuffix(".weight") for one in new)
+    left = []
+    for name, new in renamed.items():
+        ends = ((heads.get(name[:at]), name[at:]) for at, letter in enumerate(name) if letter in "._")
+        if any(head is not None and new not in {one + end for one in head} for head, end in ends):
+            left.append(name)
+    # A pattern for a weight may match what its name only begins with: `weight` is never a module.
+    misnamed = (
+        name for name, new in became.items() if any(".weight." in one for one in new) and ".weight." not in name
+    )
+    return (*left, *misnamed)
 
 
 def _unwrapped_twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,16 +14,18 @@ from shardferry.plan.fit import Fit, Point, fit_points
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SPANS = (16 << 10, 128 << 10, 1 << 20, 4 << 20)
+SPANS = (4 << 10, 128 << 10, 1 << 20, 4 << 20)
 FRACTION = 1 / 8
 
-kinds = st.sampled_from(("additive", "overlapped"))
+kinds = st.sampled_from(("additive", "partly overlapped", "overlapped"))
 bandwidths = st.floats(1e7, 1e10)
 # Well between the smallest span and the largest, so that the points show both costs.
 seeks = st.floats(64 << 10, 1 << 20)
 
 
 def seconds(kind: str, span: float, request: float, byte: float) -> float:
+    if kind == "partly overlapped":
+        return math.hypot(request, byte * span)
     return request + byte * span if kind == "additive" else max(request, byte * span)
 
 

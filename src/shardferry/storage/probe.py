@@ -5,7 +5,8 @@ the page cache holds nothing, so that the storage is measured, and nothing has t
 afterwards either: what the probe leaves in the page cache are bytes of the checkpoint.
 
 Each size is read at a regular stride in a region of its own, as a load reads the columns of a matrix: a kernel or a
-server that reads ahead does so here too, and no read finds what another has left behind.
+server that reads ahead does so here too, and no read finds what another has left behind. Sizes take turns, because
+storage gives more in one moment than in the next: what it gave in one would else be the cost of one size only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,12 +38,16 @@ BLOCK_BYTES = 4 * MIB
 MAX_BLOCKS = 128
 MIN_BLOCKS = 12
 MIN_BLOCKS_PER_STREAM = 2
+# The probe ends in 2 s: later than this nothing is begun that is not foreseen to end then.
+MAX_SECONDS = 1.9
+# Reads of each stream in each turn, at least: the first wait for others less than those that follow.
+MIN_READS = 2
 # Of one size; more streams than 15 read nothing longer than 1 MiB.
 MAX_SIZE_BYTES = 120 * MIB
 # Reads of one size lie at most so many times their size apart; the longest touch, as when a whole file is read.
 MAX_SPREAD = 8
-# Parts of the reads of one size that are timed by themselves.
-QUARTERS = 4
+# Turns in which each size is read and timed, with so many reads of each stream; the median over the turns counts.
+MAX_TURNS, READS_PER_TURN = 8, 3
 # Files looked at, and blocks asked for in each, so that a folder of any size takes milliseconds.
 MAX_FILES = 16
 MAX_ENTRIES = 10_000
@@ -55,8 +60,8 @@ class Size(NamedTuple):
     Attributes:
         span_bytes: Bytes of each read.
         share: Part of the blocks in which they lie.
-        max_reads: Reads at most, but two for each stream.
-        max_seconds: No read is begun later than this.
+        max_reads: Reads at most, but `MIN_READS` for each stream.
+        max_seconds: Of all turns together. Later no turn begins, and no read but a stream's second in a turn.
     """
 
     span_bytes: int
@@ -65,13 +70,14 @@ class Size(NamedTuple):
     max_seconds: float
 
 
-# Together at most 169 MiB, and 1.55 s, which leaves room in 2 s for the last reads. The smallest must be near the span
-# at which a request costs as much as its bytes: where that is 10 KiB, 64 KiB and more missed it by a factor of 2.4.
+# Together at most 180 MiB, and 1.55 s, which leaves room in 2 s for the last reads. The smallest must be near the span
+# from which a part of a file is worth reading: where that is 3 KiB, 16 KiB and more missed it by a factor of 1.8. It
+# needs many reads: of a virtual disk, 320 took 25 us each at one time and 100 us at another, within a second.
 SIZES = (
-    Size(16 * KIB, 0.10, 320, 0.30),
-    Size(128 * KIB, 0.15, 96, 0.30),
+    Size(4 * KIB, 0.15, 2048, 0.30),
+    Size(128 * KIB, 0.20, 160, 0.30),
     Size(MIB, 0.30, 32, 0.35),
-    Size(BLOCK_BYTES, 0.45, 30, 0.60),
+    Size(BLOCK_BYTES, 0.35, 30, 0.60),
 )
 
 
@@ -122,23 +128,28 @@ def measure(
         StorageError: If a read fails.
     """
     begin = clock()
-    samples: list[Sample] = []
-    seen, read_bytes = None, 0
     with ExitStack() as stack:
-        files = {name: stack.enter_context(store.open(name)) for name in dict.fromkeys(block.file for block in blocks)}
+        rounds = []
+        for size, region in zip(SIZES, _regions(blocks), strict=True):
+            # Opened for each size: a kernel reads ahead by what was read of the same open file before.
+            files = {name: stack.enter_context(store.open(name)) for name in {block.file for block in region}}
+            rounds.append(_Round(files, region, size, streams, clock))
         pool = stack.enter_context(ThreadPoolExecutor(streams))
         buffers = [_touched_buffer() for _ in range(streams)]
-        for size, region in zip(SIZES, _regions(blocks), strict=True):
-            stride, places = _places(size, region, streams)
-            # Bytes cannot come faster than they did in smaller reads; is there time for one read of each stream?
-            fastest = min((sample.seconds / sample.span_bytes for sample in samples), default=0.0)
-            if not places or fastest * size.span_bytes * streams > 2 * size.max_seconds:
-                continue
-            begun, ends = _Round(files, places, size, clock).run(pool, buffers)
-            samples.append(Sample(size.span_bytes, stride, streams, _seconds_per_read(begun, ends, streams)))
-            seen = places[0], size.span_bytes
-            read_bytes += len(ends) * size.span_bytes
-    return Measurement(tuple(samples), seen, read_bytes, clock() - begin)
+        for turn, current in product(range(MAX_TURNS), rounds):
+            left_s = begin + MAX_SECONDS - clock()
+            # Of a size not read yet, bytes are taken to come as fast as the fastest so far.
+            known = [current] if current.num_reads else [each for each in rounds if each.num_reads]
+            seconds_per_byte = min((each.seconds_per_byte for each in known), default=0.0)
+            if seconds_per_byte * current.size.span_bytes * MIN_READS * streams <= left_s:
+                current.take_turn(turn, pool, buffers, left_s)
+    done = [each for each in rounds if each.num_reads]
+    return Measurement(
+        tuple(Sample(each.size.span_bytes, each.stride, streams, each.seconds_per_read) for each in done),
+        (done[-1].places[0], done[-1].size.span_bytes) if done else None,
+        sum(each.num_reads * each.size.span_bytes for each in done),
+        clock() - begin,
+    )
 
 
 def blocks_of_store(sizes: Mapping[str, int]) -> list[Block]:
@@ -234,48 +245,72 @@ def keeps_pages(path: Path, start: int, num_bytes: int) -> bool | None:
 
 
 class _Round:
-    """Reads of one size from all streams, until the places or the time are used up."""
+    """Reads of one size, made by all streams in turns, until the places or the time are used up.
+
+    Attributes:
+        size: What is read.
+        stride: From the start of one read to that of the next.
+        places: Where the reads begin.
+        num_reads: Reads made so far.
+    """
 
     def __init__(
-        self, files: Mapping[str, ReadableFile], places: Sequence[Block], size: Size, clock: Callable[[], float]
+        self,
+        files: Mapping[str, ReadableFile],
+        region: Sequence[Block],
+        size: Size,
+        streams: int,
+        clock: Callable[[], float],
     ) -> None:
+        self.size = size
+        self.stride, self.places = _places(size, region, streams)
+        self.num_reads = 0
         self._files = files
-        self._places = iter(places)
-        self._size = size
+        self._streams = streams
         self._clock = clock
         self._lock = threading.Lock()
-        self._ends: list[float] = []
+        self._used_s = 0.0
+        self._times: list[float] = []
 
-    def run(self, pool: ThreadPoolExecutor, buffers: Sequence[Bytes]) -> tuple[float, list[float]]:
-        """Return when the first read began, and when each ended, ascending."""
+    @property
+    def seconds_per_read(self) -> float:
+        """What a read takes, all streams running: the median over the turns, which a single stall is no part of."""
+        return median(self._times)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """The same for each of its bytes."""
+        return self.seconds_per_read / self.size.span_bytes
+
+    def take_turn(self, turn: int, pool: ThreadPoolExecutor, buffers: Sequence[Bytes], left_s: float) -> None:
+        """Make the reads of one turn, if there is one, and begin none after `left_s` seconds but those that must be."""
+        waves = len(self.places) // self._streams
+        num_turns = max(1, min(MAX_TURNS, waves // READS_PER_TURN))
+        first, last = (waves * number // num_turns * self._streams for number in (turn, turn + 1))
+        left_s = min(left_s, self.size.max_seconds * (turn + 1) / num_turns - self._used_s)
+        if waves == 0 or turn >= num_turns or left_s <= 0:
+            return
         begin = self._clock()
-        for work in [pool.submit(self._read, buffer[: self._size.span_bytes], begin) for buffer in buffers]:
+        ends: list[float] = []
+        places = iter(self.places[first:last])
+        outs = [buffer[: self.size.span_bytes] for buffer in buffers]
+        for work in [pool.submit(self._read, out, places, ends, begin + left_s) for out in outs]:
             work.result()
-        return begin, self._ends
+        self.num_reads += len(ends)
+        self._used_s += ends[-1] - begin
+        self._times.append((ends[-1] - begin) / len(ends))
 
-    def _read(self, out: Bytes, begin: float) -> None:
-        first = True
-        while first or self._clock() - begin < self._size.max_seconds:
+    def _read(self, out: Bytes, places: Iterator[Block], ends: list[float], stop: float) -> None:
+        done = 0
+        while done < MIN_READS or self._clock() < stop:
             with self._lock:
-                place = next(self._places, None)
+                place = next(places, None)
             if place is None:
                 return
             self._files[place.file].read_into(out, place.start, _ignore)
             with self._lock:
-                self._ends.append(self._clock())
-            first = False
-
-
-def _seconds_per_read(begin: float, ends: Sequence[float], streams: int) -> float:
-    """Return what a read takes, all streams running: the median over the quarters, which a single stall is no part of.
-
-    Reads of all streams may end at the same time, so a quarter has whole waves; fewer waves than that are taken as one.
-    """
-    waves = len(ends) // streams
-    counts = [number * waves // QUARTERS * streams for number in range(QUARTERS)] if waves >= QUARTERS else [0]
-    counts.append(len(ends))
-    times = [begin, *ends]
-    return median((times[stop] - times[start]) / (stop - start) for start, stop in pairwise(counts))
+                ends.append(self._clock())
+            done += 1
 
 
 def _touched_buffer() -> Bytes:
@@ -296,9 +331,12 @@ def _places(size: Size, region: Sequence[Block], streams: int) -> tuple[int, lis
     """Return the stride and the places of the reads of one size; none if there are not two for each stream."""
     per_block = BLOCK_BYTES // size.span_bytes
     fitting = len(region) * per_block
-    allowed = min(max(size.max_reads, 2 * streams), MAX_SIZE_BYTES // size.span_bytes)
+    needed = MIN_READS * streams
+    allowed = min(max(size.max_reads, needed), MAX_SIZE_BYTES // size.span_bytes)
+    if per_block > 1:  # where there is room for it, not one after another, which a kernel would read ahead of
+        allowed = min(allowed, max(fitting // 2, needed))
     count = min(allowed, fitting) // streams * streams
-    if count < 2 * streams:
+    if count < needed:
         return 0, []
     spread = min(MAX_SPREAD, fitting // count) if per_block > 1 else 1
     places = [

@@ -20,12 +20,15 @@ LIMIT = "limit"
 OURS = "shardferry"
 
 
+Cache = Literal["first", "warm", "cold"]
+
+
 class Record(TypedDict):
     """One call of one rank."""
 
     loader: str
     round: int
-    cache: Literal["first", "warm", "cold"]
+    cache: Cache
     rank: int
     seconds: float
     wanted_bytes: int

@@ -1,4 +1,4 @@
-"""One process of the load benchmark, under torchrun: one loader, called a few times, one record per call and rank.
+"""One process of the load benchmark, under torchrun: all loaders in turn, one record per call and rank.
 
 Started by `load_torch.py`. The clock of a rank runs from a barrier to its own return; a call takes as long as its
 slowest rank. Making the model or state dict that is to be filled, reading or dropping the page cache before, and
@@ -14,7 +14,7 @@ import json
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,61 +22,75 @@ from benchmarks.checkpoints import stored_tensors
 from benchmarks.load_job import held_bytes, make_job, wrong_tensor
 from benchmarks.load_peers import LOADERS
 from benchmarks.measure import Meter, bring_into_page_cache, drop_from_page_cache, wake_memory
-
-if TYPE_CHECKING:
-    from benchmarks.load_table import Record
 from torch.distributed.device_mesh import init_device_mesh
 
+if TYPE_CHECKING:
+    from benchmarks.load_job import Job
+    from benchmarks.load_table import Cache
+
 # The first call pays for imports and a cold allocator: it is recorded, and left out of the ratios.
-SCHEDULE: tuple[Literal["first", "warm", "cold"], ...] = ("first", "warm", "warm", "cold")
+FIRST: tuple[Cache, ...] = ("first",)
+SCHEDULE: tuple[Cache, ...] = ("warm", "cold", "warm")
 
 
 def main() -> None:
-    """Run the schedule; collective."""
+    """Run all loaders for some rounds, in an order that rotates; collective."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("loader", choices=LOADERS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("records", type=Path)
-    parser.add_argument("round", type=int)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("loaders", nargs="+", choices=LOADERS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=3))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     stored = stored_tensors(arguments.folder)
     job = make_job(arguments.folder, stored, mesh)
-    files = sorted({tensor.file for tensor in stored.values()})
-    wanted_bytes = sum(part.num_bytes for part in job.parts.values())
-    loader = LOADERS[arguments.loader]
-    for cache in SCHEDULE:
-        if dist.get_rank() == 0:
-            drop_from_page_cache(files)
-            if cache != "cold":
-                bring_into_page_cache(files)
-        given = loader.prepare(job)
-        wake_memory(wanted_bytes)
-        dist.barrier()
-        with Meter() as meter:
-            loaded = loader.load(job, given)
-        record: Record = {
-            "loader": arguments.loader,
-            "round": arguments.round,
-            "cache": cache,
-            "rank": dist.get_rank(),
-            "seconds": round(meter.seconds, 4),
-            "wanted_bytes": wanted_bytes,
-            "held_bytes": held_bytes(loaded),
-            "peak_bytes": meter.peak_bytes,
-            "disk_bytes": meter.disk_bytes,
-            "wrong": wrong_tensor(job.parts, loaded),
-        }
-        # One write of one line: ranks append to the same file.
-        with arguments.records.open("a") as out:
-            out.write(json.dumps(record) + "\n")
-        del loaded, given
-        gc.collect()
-        dist.barrier()
+    loaders = arguments.loaders
+    with arguments.records.open("a") as out:
+        for round_ in range(-1, arguments.rounds):
+            turn = round_ % len(loaders)
+            for loader in (*loaders[turn:], *loaders[:turn]):
+                for cache in FIRST if round_ < 0 else SCHEDULE:
+                    record = _call(job, loader, cache) | {"round": round_}
+                    # One write of one line: ranks append to the same file.
+                    out.write(json.dumps(record) + "\n")
+                    out.flush()
+            if dist.get_rank() == 0:
+                print(f"round {round_} done", flush=True)
     # Some loaders leave threads or communicators that do not end in time; everything is on disk.
     os._exit(0)
+
+
+def _call(job: Job, name: str, cache: Cache) -> dict[str, object]:
+    """Call a loader once and return what came of it; collective."""
+    loader = LOADERS[name]
+    files = sorted({part.stored.file for part in job.parts.values()})
+    wanted_bytes = sum(part.num_bytes for part in job.parts.values())
+    if dist.get_rank() == 0:
+        drop_from_page_cache(files)
+        if cache != "cold":
+            bring_into_page_cache(files)
+    given = loader.prepare(job)
+    wake_memory(wanted_bytes)
+    dist.barrier()
+    with Meter() as meter:
+        loaded = loader.load(job, given)
+    record = {
+        "loader": name,
+        "cache": cache,
+        "rank": dist.get_rank(),
+        "seconds": round(meter.seconds, 4),
+        "wanted_bytes": wanted_bytes,
+        "held_bytes": held_bytes(loaded),
+        "peak_bytes": meter.peak_bytes,
+        "disk_bytes": meter.disk_bytes,
+        "wrong": wrong_tensor(job.parts, loaded),
+    }
+    del loaded, given
+    gc.collect()
+    dist.barrier()
+    return record
 
 
 if __name__ == "__main__":

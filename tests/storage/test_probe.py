@@ -105,7 +105,8 @@ def break_even(latency_s: float, rate: float, streams: int, fraction: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("latency_s", "rate", "streams"), [(0.005, 200e6, 1), (0.005, 200e6, 4), (0.02, 200e6, 16), (0.02, 200e6, 32)]
+    ("latency_s", "rate", "streams"),
+    [(0.005, 200e6, 1), (0.005, 200e6, 4), (0.02, 200e6, 16), (0.02, 200e6, 32), (0.05, 200e6, 32)],
 )
 def test_the_break_even_span_of_a_slow_store_is_told_within_twice(latency_s: float, rate: float, streams: int) -> None:
     store = SlowStore(streams, latency_s=latency_s, rate=rate)

@@ -138,8 +138,9 @@ def measure(
         buffers = [_touched_buffer() for _ in range(streams)]
         for turn, current in product(range(MAX_TURNS), rounds):
             left_s = begin + MAX_SECONDS - clock()
-            # Of a size not read yet, bytes are taken to come as fast as the fastest so far.
-            known = [current] if current.num_reads else [each for each in rounds if each.num_reads]
+            # Of a size not read yet, bytes are taken to come as fast as the fastest so far. The smallest alone tells
+            # nothing: its time may be all latency.
+            known = [current] if current.num_reads else [each for each in rounds if each.num_reads][1:]
             seconds_per_byte = min((each.seconds_per_byte for each in known), default=0.0)
             if seconds_per_byte * current.size.span_bytes * MIN_READS * streams <= left_s:
                 current.take_turn(turn, pool, buffers, left_s)

@@ -1,5 +1,6 @@
 # make demo   shows the real thing: 4 processes load a real model three ways
 # make test   lint, types, layers, and every test, with minutes per part at the end
+# make coverage   the unit tests, and which lines of the layers that decide they reach
 #
 # Both make .venv first, and are quick the second time: a stamp file in .venv says what is installed.
 
@@ -12,7 +13,7 @@ TORCH  ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint coverage format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -25,6 +26,9 @@ test: $(VENV)/.test
 
 lint: $(VENV)/.test
 	BIN=$(abspath $(BIN)) bash tests/run_all.sh lint
+
+coverage: $(VENV)/.test
+	BIN=$(abspath $(BIN)) bash tests/run_all.sh coverage
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix --quiet

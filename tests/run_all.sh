@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs every check and prints the minutes of each; `run_all.sh lint` stops before the tests.
+# Runs every check and prints the minutes of each; `run_all.sh lint` stops before the tests, `run_all.sh coverage` runs
+# only the unit tests and measures which lines they reach, which makes them half as slow again.
 # A part that fails does not stop the next ones: one run tells everything that is wrong.
 # BIN names the folder of the environment's programs.
 set -uo pipefail
@@ -28,6 +29,13 @@ finish() {
   exit "$failed"
 }
 
+unit=(-n 2 --ignore=tests/procs --ignore=tests/jax --ignore=tests/procs_jax --ignore=tests/test_docs.py)
+if [[ ${1:-} == coverage ]]; then
+  # As many lines with few examples as with many.
+  part "coverage" "$BIN/python" -m pytest -q "${unit[@]}" --cov --cov-report=term
+  finish
+fi
+
 part "ruff check" "$BIN/ruff" check
 part "ruff format" "$BIN/ruff" format --check
 part "mypy" "$BIN/mypy"
@@ -35,9 +43,8 @@ part "import-linter" "$BIN/lint-imports" --no-logo
 [[ ${1:-} == lint ]] && finish
 
 pytest=("$BIN/python" -m pytest -q --hypothesis-profile=thorough)
-part "unit tests" "${pytest[@]}" -n 2 --ignore=tests/procs --ignore=tests/jax --ignore=tests/procs_jax --ignore=tests/test_docs.py \
-  --cov --cov-report=term
-part "docs snippets" "${pytest[@]}" tests/test_docs.py
+part "unit tests" "${pytest[@]}" "${unit[@]}"
+part "docs snippets" "${pytest[@]}" -n 2 tests/test_docs.py
 # These start processes of their own, as many as there are cores and more: one test at a time.
 part "process tests" "${pytest[@]}" tests/procs
 part "jax tests" "${pytest[@]}" tests/jax tests/procs_jax

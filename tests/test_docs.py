@@ -10,6 +10,7 @@ Per page, in order, in one new folder and one namespace:
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import shlex
 import socket
@@ -101,7 +102,9 @@ def run_command(command: Command) -> None:
     program, *arguments = shlex.split(command.line, comments=True)
     assert program in PROGRAMS, f"{command.line}: pages may only run {', '.join(PROGRAMS)}"
     path = Path(sys.executable).with_name(program)
-    run = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
+    # Without it torchrun takes a port that is the same for all, so that no two may run at the same time.
+    environment = {**os.environ, "PET_STANDALONE": "1"}
+    run = subprocess.run([path, *arguments], capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == command.exit_code, f"$ {command.line}\n{run.stdout}{run.stderr}"
     if command.output.strip():
         # What torchrun and the libraries say on stderr is not the page's matter, unless there is nothing else.

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoints import Tensor, file_of, rank_file, write_files
+from tests.expensive import EXPENSIVE
 
 from shardferry.convert.tensor import stored_tensor
 from shardferry.errors import CheckpointChangedError
@@ -49,6 +50,7 @@ def as_numpy(region: Region) -> np.ndarray:
     return ARRAY[np.ix_(*([i for a, b in dim for i in range(a, b)] for dim in region.dims))]
 
 
+@EXPENSIVE
 @given(data=st.data())
 def test_any_region_comes_in_row_major_order(checkpoint: Path, data: st.DataObject) -> None:
     index = open_checkpoint(checkpoint)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
+from tests.expensive import EXPENSIVE
 
 from shardferry.convert.ops import Stored
 from shardferry.geometry.region import box
@@ -47,6 +48,7 @@ def wanted_by(index: CheckpointIndex, job: Mapping[str, Held], rank: int) -> lis
     return found
 
 
+@EXPENSIVE
 @given(jobs())
 def test_what_is_told_is_priced_as_the_layouts_are(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]],

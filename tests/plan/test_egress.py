@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expensive import EXPENSIVE
 from tests.plan.test_estimate import WORLD, held, index_of, jobs
 
 from shardferry.convert.ops import Stored
@@ -54,6 +55,7 @@ def reads_of(plan: ReadOncePlan, rank: int) -> int:
     return plan.direct.bytes_wanted + shares
 
 
+@EXPENSIVE
 @given(jobs(), st.sampled_from(["read-once per node", "read-once per job"]))
 def test_egress_is_what_the_plans_read(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]], strategy: str

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.expensive import EXPENSIVE
 
 from shardferry.convert.ops import Stored
 from shardferry.errors import ShardingError
@@ -116,6 +117,7 @@ def on_node(sets: Sequence[set[tuple[str, int]]], nodes: Sequence[int]) -> list[
     return [set().union(*(s for s, n in zip(sets, nodes, strict=True) if n == node)) for node in range(max(nodes) + 1)]
 
 
+@EXPENSIVE
 @given(jobs())
 def test_what_ranks_want_is_counted_byte_by_byte(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]],
@@ -127,6 +129,7 @@ def test_what_ranks_want_is_counted_byte_by_byte(
     assert estimate.bytes_wanted == len(set().union(*wanted))
 
 
+@EXPENSIVE
 @given(jobs())
 def test_read_once_reads_every_wanted_byte_once_per_domain(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]],
@@ -140,8 +143,8 @@ def test_read_once_reads_every_wanted_byte_once_per_domain(
     assert not per_node.received_remote.any()
 
 
+@EXPENSIVE
 @given(jobs(), st.sampled_from([0, 2, 5, 20]))
-@settings(max_examples=200)
 def test_independent_reading_is_priced_as_it_is_planned(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]], seek_bytes: int
 ) -> None:
@@ -159,6 +162,7 @@ def test_independent_reading_is_priced_as_it_is_planned(
         assert seek_bytes or size == len(fetched[node])
 
 
+@EXPENSIVE
 @given(jobs())
 def test_whole_files_are_those_of_which_anything_is_wanted(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]],
@@ -187,6 +191,7 @@ COSTS = st.builds(
 )
 
 
+@EXPENSIVE
 @given(jobs(), COSTS)
 def test_no_way_a_load_could_take_is_cheaper_than_the_chosen_one(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]], cost: CostModel
@@ -205,6 +210,7 @@ def test_no_way_a_load_could_take_is_cheaper_than_the_chosen_one(
     assert never.chosen == "independent"
 
 
+@EXPENSIVE
 @given(jobs(), COSTS, st.randoms())
 def test_the_order_in_which_a_job_is_told_does_not_matter(
     drawn: tuple[CheckpointIndex, dict[str, Held], tuple[int, ...]], cost: CostModel, random: object
@@ -218,6 +224,7 @@ def test_the_order_in_which_a_job_is_told_does_not_matter(
     assert (first.chosen, first.why) == (second.chosen, second.why)
 
 
+@EXPENSIVE
 @given(
     jobs(),
     COSTS,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.expensive import EXPENSIVE
 
 from shardferry.convert.ops import Stored
 from shardferry.format.dtypes import BITS
@@ -174,6 +175,7 @@ def check_agreement(plans: list[ReadOncePlan]) -> None:
             assert [group for group in one if group in other] == [group for group in other if group in one]
 
 
+@EXPENSIVE
 @given(st.data())
 def test_any_wants_arrive_once_and_are_read_once_per_domain(data: st.DataObject) -> None:
     """Regions of any kind, several of a tensor on one rank (equal ones too), ranks that want nothing."""
@@ -188,6 +190,7 @@ def test_any_wants_arrive_once_and_are_read_once_per_domain(data: st.DataObject)
     check(plan_job(index_of(tensors), job, policy), policy)
 
 
+@EXPENSIVE
 @given(st.data())
 def test_mesh_layouts_arrive_once_and_are_read_once_by_the_job(data: st.DataObject) -> None:
     tensors = {f"t{i}": (data.draw(st.sampled_from(["F32", "U8", "BF16"])), data.draw(shapes(1))) for i in range(2)}
@@ -275,6 +278,7 @@ def test_the_plan_depends_neither_on_the_order_of_names_nor_on_who_computes_it()
     assert all(told == digests[0] for told in digests)
 
 
+@EXPENSIVE
 @given(st.integers(2, 6), st.integers(8 * 6 * 32, 4000), st.sampled_from(["common", "columns"]))
 def test_buffers_of_a_round_stay_within_their_memory(count: int, exchange_bytes: int, kind: str) -> None:
     shape = (60, 12)

@@ -15,9 +15,10 @@
   loaded machine a rank that was just replaced takes a minute for it.
 - `store="file" | "tcp"` chooses the default store of the group, `gloo_timeout_s` its timeout.
 
-The processes come from a fork server that has torch loaded: starting one costs 0.15 s, where a fresh interpreter takes
-seconds. They live for the whole session, so a test must not leave state behind in its module. Functions and arguments
-travel by pickle: a worker imports the test module under the name it has here, from the directory it was found in.
+The processes come from a fork server that has torch and transformers loaded: starting one costs 0.15 s, where a fresh
+interpreter takes seconds. They live for the whole session, so a test must not leave state behind in its module.
+Functions and arguments travel by pickle: a worker imports the test module under the name it has here, from the
+directory it was found in.
 """
 
 from __future__ import annotations
@@ -49,8 +50,19 @@ Store = Literal["file", "tcp"]
 
 # A guess: importing torch took a minute while ten other jobs ran.
 SET_UP_WITHIN_S = 300
-# What every worker has imported when it is forked; pytest because a worker imports its parent's main module.
-PRELOADED = ("pytest", "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+# What every worker has imported when it is forked: what takes seconds and is wanted by many tests. Pytest because a
+# worker imports its parent's main module.
+PRELOADED = (
+    "pytest",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "diffusers.models.transformers",
+    "shardferry.torch",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ has filled: what a mapped read costs depends on how large the kernel made its fo
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.checkpoints import stored_tensors
 from benchmarks.load_job import held_bytes, make_job, wrong_tensor
 from benchmarks.load_peers import LOADERS
-from benchmarks.measure import Meter, bring_into_page_cache, drop_from_page_cache, wake_memory
+from benchmarks.measure import Meter, bring_into_page_cache, drop_from_page_cache, give_back_memory, wake_memory
 from torch.distributed.device_mesh import init_device_mesh
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def _call(job: Job, name: str, cache: Cache) -> dict[str, object]:
         "wrong": wrong_tensor(job.parts, loaded),
     }
     del loaded, given
-    gc.collect()
+    give_back_memory()
     dist.barrier()
     return record
 

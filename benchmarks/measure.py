@@ -30,8 +30,7 @@ class Meter:
     """
 
     def __enter__(self) -> Self:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back_memory()
         self.seconds = 0.0
         self._start_memory = self._peak = private_bytes()
         self._start_disk = disk_bytes()
@@ -52,6 +51,12 @@ class Meter:
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
             self._peak = max(self._peak, private_bytes())
+
+
+def give_back_memory() -> None:
+    """Give memory that nobody uses back to the kernel, so that whoever allocates next gets pages nobody has touched."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def private_bytes() -> int:

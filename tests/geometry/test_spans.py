@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardferry.errors import InvalidInputError
 from shardferry.geometry.region import box, whole
-from shardferry.geometry.spans import collapse, merge_spans, region_to_spans
+from shardferry.geometry.spans import collapse, flat_span, merge_spans, region_to_spans
 from shardferry.testing.strategies import regions, shapes
 
 from .oracle import gather, numbered
@@ -46,6 +47,22 @@ def test_packed_dtypes_are_cut_at_whole_bytes_or_refused(data: st.DataObject, bi
         return
     spans = region_to_spans(region, (rows, columns), bits)
     assert [byte for start, stop in spans.tolist() for byte in range(start * 8, stop * 8)] == bit_list
+
+
+@given(st.data(), st.sampled_from([4, 8, 16]))
+def test_a_box_is_flat_if_its_bytes_lie_together(data: st.DataObject, bits: int) -> None:
+    shape = [size + 1 for size in data.draw(shapes())]
+    starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+    place = [(start, data.draw(st.integers(start + 1, size))) for start, size in zip(starts, shape, strict=True)]
+    region = box([start for start, _ in place], [stop - start for start, stop in place])
+    try:
+        spans = region_to_spans(region, tuple(shape), bits).tolist()
+    except InvalidInputError:
+        with suppress(InvalidInputError):
+            assert flat_span(place, shape, bits) is None
+        return
+    span = flat_span(place, shape, bits)
+    assert spans == [list(span)] if span else len(spans) > 1
 
 
 def test_a_cut_of_the_first_dim_is_one_span() -> None:

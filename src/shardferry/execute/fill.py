@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardferry.plan.load import Copy
     from shardferry.storage.base import Bytes, Store
 
+
 class _Job(NamedTuple):
     """A part to compute and where it goes."""
 

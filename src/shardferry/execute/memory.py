@@ -9,7 +9,7 @@ import numpy as np
 
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import box
-from shardferry.geometry.spans import BITS_PER_BYTE, Collapsed, collapse
+from shardferry.geometry.spans import BITS_PER_BYTE, collapse, flat_span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,23 +41,20 @@ class HostMemory:
         """Return where the copy goes, None if that is not one run of bytes."""
         if not copy.in_order:
             return None
-        place = self._place(copy)
-        return self._out[slice(*place.dims[0][0])] if len(place.sizes) == 1 else None
+        span = flat_span(copy.target, self._shape, self._bits)
+        return None if span is None else self._out[slice(*span)]
 
     def store(self, copy: Copy, staged: Bytes) -> None:
         """Copy what was read to where it belongs."""
         if copy.in_order:
-            place = self._place(copy)
+            offsets, sizes = [start for start, _ in copy.target], [stop - start for start, stop in copy.target]
+            place = collapse(box(offsets, sizes), self._shape, self._bits)
             target = self._out.reshape(place.sizes)[tuple(slice(*dim[0]) for dim in place.dims)]
             target[...] = staged.reshape(target.shape)
             return
         item = BITS[copy.dtype] // BITS_PER_BYTE
         source = staged.reshape(*copy.region.shape, item).transpose(*copy.axes, len(copy.axes))
         place_of(self._out.reshape(*self._shape, item), copy)[...] = source
-
-    def _place(self, copy: Copy) -> Collapsed:
-        offsets, sizes = [a for a, _ in copy.target], [b - a for a, b in copy.target]
-        return collapse(box(offsets, sizes), self._shape, self._bits)
 
 
 def place_of(local: NDArray[np.uint8], copy: Copy) -> NDArray[np.uint8]:

@@ -87,6 +87,30 @@ def collapse(region: Region, shape: tuple[int, ...], bits: int) -> Collapsed:
     return _bits_to_bytes(sizes, dims)
 
 
+def flat_span(place: Sequence[Interval], shape: Sequence[int], bits: int) -> Interval | None:
+    """Return which bytes of a row-major tensor a box takes, half-open; None if they do not lie together.
+
+    Args:
+        place: Per dim the half-open range of the box, within `shape` and not empty.
+        shape: Shape of the tensor, in elements.
+        bits: Bits per element.
+
+    Raises:
+        InvalidInputError: If the box cuts a byte in two.
+
+    Examples:
+        >>> flat_span(((1, 2), (2, 4), (0, 8)), (3, 6, 8), bits=16), flat_span(((0, 2), (2, 4)), (3, 6), bits=16)
+        ((128, 160), None)
+    """
+    first, count = 0, 1
+    for (start, stop), size in zip(place, shape, strict=True):
+        if count > 1 and (start or stop != size):
+            return None
+        first, count = first * size + start, count * (stop - start)
+    _check_bytes((first * bits, count * bits))
+    return first * bits // BITS_PER_BYTE, (first + count) * bits // BITS_PER_BYTE
+
+
 def region_to_spans(region: Region, shape: tuple[int, ...], bits: int) -> NDArray[np.int64]:
     """Return the byte spans of `region` inside a row-major tensor, in file order.
 
@@ -172,8 +196,12 @@ def _bits_to_bytes(sizes: Sequence[int], dims: Sequence[Intervals]) -> Collapsed
     bounds = [bound for interval in dims[-1] for bound in interval]
     if len(sizes) > 1:
         bounds.append(sizes[-1])
+    _check_bytes(bounds)
+    inner = tuple((a // BITS_PER_BYTE, b // BITS_PER_BYTE) for a, b in dims[-1])
+    return Collapsed((*sizes[:-1], sizes[-1] // BITS_PER_BYTE), (*dims[:-1], inner))
+
+
+def _check_bytes(bounds: Iterable[int]) -> None:
     if any(bound % BITS_PER_BYTE for bound in bounds):
         message = "the region does not start and end on a byte boundary: cut a packed dtype at whole bytes"
         raise InvalidInputError(message)
-    inner = tuple((a // BITS_PER_BYTE, b // BITS_PER_BYTE) for a, b in dims[-1])
-    return Collapsed((*sizes[:-1], sizes[-1] // BITS_PER_BYTE), (*dims[:-1], inner))

@@ -13,8 +13,7 @@ import numpy as np
 
 from shardferry.errors import MismatchError
 from shardferry.format.dtypes import BITS
-from shardferry.geometry.region import box
-from shardferry.geometry.spans import collapse
+from shardferry.geometry.spans import flat_span
 from shardferry.jax.dtypes import carrier_dtype, is_packed, numpy_dtype
 from shardferry.storage.placement import bytes_off_band
 
@@ -81,12 +80,9 @@ class PartDestination:
             return None
         for place, array in self._boxes:
             if all(a <= start and stop <= b for (start, stop), (a, b) in zip(copy.target, place, strict=True)):
-                offsets = [start - a for (start, _), (a, _) in zip(copy.target, place, strict=True)]
-                sizes = [stop - start for start, stop in copy.target]
-                collapsed = collapse(box(offsets, sizes), array.shape, BITS[copy.dtype])
-                if len(collapsed.sizes) > 1:
-                    return None
-                return array.reshape(-1).view(np.uint8)[slice(*collapsed.dims[0][0])]
+                here = [(start - a, stop - a) for (start, stop), (a, _) in zip(copy.target, place, strict=True)]
+                span = flat_span(here, array.shape, BITS[copy.dtype])
+                return None if span is None else array.reshape(-1).view(np.uint8)[slice(*span)]
         return None
 
     def store(self, copy: Copy, staged: Bytes) -> None:

@@ -20,8 +20,7 @@ def copy_columns(out: Bytes, source: Bytes, rows: Rows) -> None:
     """Copy the wanted columns of the rows that begin at the first wanted byte in `source`."""
     at = 0
     for start, stop in rows.columns:
-        table = np.lib.stride_tricks.as_strided(
-            source[start - rows.columns[0][0] :], (len(out), stop - start), (rows.row_bytes, 1)
-        )
-        np.copyto(out[:, at : at + stop - start], table)
-        at += stop - start
+        width, skip = stop - start, start - rows.columns[0][0]
+        table = np.ndarray((len(out), width), np.uint8, source, skip, (rows.row_bytes, 1))
+        np.copyto(out[:, at : at + width], table)
+        at += width

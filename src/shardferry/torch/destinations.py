@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from shardferry.format.dtypes import BITS
-from shardferry.geometry.region import box
-from shardferry.geometry.spans import collapse
+from shardferry.geometry.spans import flat_span
 from shardferry.torch.dtypes import elements_per_item, torch_dtype
 
 if TYPE_CHECKING:
@@ -47,15 +46,8 @@ class TensorDestination:
         """Return the contiguous memory into which `copy` can be read as it is stored, or None."""
         if self._memory is None or copy.dtype != self._dtype or not copy.in_order:
             return None
-        offsets = tuple(start for start, _ in copy.target)
-        sizes = tuple(stop - start for start, stop in copy.target)
-        if sizes == self._shape:
-            return self._memory
-        collapsed = collapse(box(offsets, sizes), self._shape, BITS[copy.dtype])
-        if len(collapsed.sizes) > 1:
-            return None
-        start, stop = collapsed.dims[0][0]
-        return self._memory[start:stop]
+        span = flat_span(copy.target, self._shape, BITS[copy.dtype])
+        return None if span is None else self._memory[slice(*span)]
 
     def store(self, copy: Copy, staged: Bytes) -> None:
         """Take what `copy` read, in the order of its region, out of staging memory, casting it if need be."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -286,6 +287,7 @@ def _work(connection: Connection, directory: str) -> None:
     """Run jobs until the pool closes the pipe. Runs in the worker process."""
     import torch  # only the workers need it
 
+    gc.freeze()  # what is imported stays: collections need not look at it
     torch.set_num_threads(1)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     with (Path(directory) / f"{os.getpid()}.stacks").open("w") as stacks:
@@ -334,12 +336,18 @@ def _run_job(job: _Job, connection: Connection) -> Outcome:
 
 
 def _forget_meshes() -> None:
-    """Drop what DTensor has planned: it takes the next run's meshes for the same, whose groups have other names."""
+    """Drop what DTensor has planned, and the groups with it.
+
+    It takes the next run's meshes for the same, whose groups have other names. And each group that is still referred to,
+    by a plan or by a model in a cycle, keeps a thread that looks for work a hundred times a second: hundreds of them.
+    """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001 - torch has no public way
+    _redistribute.clear_redistribute_planner_cache()
     _clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _raised(rank: int, error: BaseException) -> Outcome:

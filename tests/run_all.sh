@@ -47,5 +47,5 @@ part "unit tests" "${pytest[@]}" "${unit[@]}"
 part "docs snippets" "${pytest[@]}" -n 2 tests/test_docs.py
 # These start processes of their own, as many as there are cores and more: one test at a time.
 part "process tests" "${pytest[@]}" tests/procs
-part "jax tests" "${pytest[@]}" tests/jax tests/procs_jax
+part "jax tests" "${pytest[@]}" -n 2 --dist loadfile tests/jax tests/procs_jax
 finish

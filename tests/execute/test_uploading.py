@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
+from tests.tools.servers import Fault
 
 from shardferry.errors import CheckpointExistsError, RankFailedError, StorageError
 from shardferry.execute.meter import Meter
@@ -179,4 +180,17 @@ def test_a_rank_that_does_not_know_how_publishing_ended_removes_nothing(bucket: 
     failed = rank_outcomes(2, work)
 
     assert [type(each) for each in failed] == [RankFailedError, ConnectionAbortedError]
+    assert stored(bucket) == contents(1)
+
+
+def test_a_save_of_which_only_the_last_answer_is_lost_leaves_what_the_index_names(
+    bucket: Bucket, faulty: Proxy
+) -> None:
+    url = f"s3://{bucket.name}/ckpt"
+    # After the marker, put twice: the index, and a look whether it stands.
+    faulty.fault = Fault("lost", match=f"(PUT|GET) .*{INDEX}", first=2, times=2, code=403)
+
+    with pytest.raises(StorageError, match="access was denied"):
+        save(SoloGroup(), url, 1, Clock())
+
     assert stored(bucket) == contents(1)

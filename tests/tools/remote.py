@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.tools.azure import Container
+    from tests.tools.google import GoogleBucket
     from tests.tools.s3 import Bucket
 
 
@@ -51,6 +52,17 @@ def container(azure_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Container
     for name, value in Container.environment(azure_endpoint).items():
         monkeypatch.setenv(name, value)
     return Container(azure_endpoint, f"container-{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+def google_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleBucket]:
+    """Give an empty bucket as Google has it, which obstore finds by the environment."""
+    from tests.tools.google import google_server  # noqa: PLC0415 - as its siblings
+
+    with google_server() as bucket:
+        for name, value in bucket.environment().items():
+            monkeypatch.setenv(name, value)
+        yield bucket
 
 
 @pytest.fixture

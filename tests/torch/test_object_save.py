@@ -24,6 +24,7 @@ from shardferry.storage import objecttarget, upload
 
 if TYPE_CHECKING:
     from tests.tools.azure import Container
+    from tests.tools.google import GoogleBucket
     from tests.tools.s3 import Bucket
 
 INDEX = "model.safetensors.index.json"
@@ -96,6 +97,28 @@ def test_a_container_of_azure_is_saved_to_and_loaded_from(container: Container) 
     empty = {name: torch.empty_like(value, device="meta") for name, value in tensors().items()}
     sf.load_state_dict(empty, url)
     assert_equal(empty, tensors(2))
+
+
+def test_old_files_of_a_container_of_azure_are_removed(container: Container) -> None:
+    url = f"az://{container.name}/ckpt"
+    sf.save_state_dict(tensors(1), url, max_shard_size="8MB")
+
+    report = sf.save_state_dict(tensors(2), url, max_shard_size="12MB", on_existing="replace")
+
+    assert container.objects() == [f"ckpt/{name}" for name in (*report.files, INDEX)]
+
+
+def test_google_takes_a_save_and_another_in_its_place(google_bucket: GoogleBucket) -> None:
+    """There a write asks for the version of what it replaces, and not for the ETag."""
+    url = f"gs://{google_bucket.name}/ckpt"
+    sf.save_state_dict(tensors(1), url, max_shard_size="8MB")
+
+    report = sf.save_state_dict(tensors(2), url, max_shard_size="12MB", on_existing="replace")
+
+    assert not report.warnings  # conditional writes are honoured
+    assert sorted(google_bucket.kept) == [f"ckpt/{name}" for name in (*report.files, INDEX)]
+    files = {name: google_bucket.kept[f"ckpt/{name}"].data for name in report.files}
+    assert_equal({name: value for data in files.values() for name, value in load_bytes(data).items()}, tensors(2))
 
 
 @pytest.mark.parametrize("on_existing", ["refuse", "replace"])

@@ -299,6 +299,8 @@ class Uploading:
 
     def _remove_completed(self) -> None:
         """Remove what this rank has completed, while nobody else can have completed the same."""
+        if self._completed and self._target.is_claimed and not self._is_lease_over():
+            self._target.renew()  # refused if the index stands, because only the answer to that was lost
         for name, tag in self._completed.items():
             if self._is_lease_over():
                 raise StorageError(

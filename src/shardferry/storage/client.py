@@ -26,6 +26,7 @@ from shardferry.storage.url import HTTP_SCHEMES, redact_all
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from obstore import ObjectMeta, PutResult
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 
@@ -181,6 +182,12 @@ def translate(error: Exception, where: str) -> Exception:
     if name == "NotSupportedError" or "non-partial" in str(error).lower():
         return StorageError(f"{where}: the server does not answer requests for a part of a file (ranges)")
     return StorageError(f"{where}: {cause_of(error)}")
+
+
+def e_tag_of(found: ObjectMeta | PutResult) -> str:
+    """Return the ETag of an object in quotes, as HTTP has it: Azure lists it without. Empty if there is none."""
+    tag = found["e_tag"] or ""
+    return f'"{tag}"' if tag and not tag.endswith('"') else tag
 
 
 class Trouble:

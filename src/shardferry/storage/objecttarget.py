@@ -31,11 +31,11 @@ from shardferry.format.savenames import (
     marker_bytes,
     sibling_name,
 )
-from shardferry.storage.client import Patience, failures, make_client, status_of, translate
+from shardferry.storage.client import Patience, e_tag_of, failures, make_client, status_of, translate
 from shardferry.storage.url import HTTP_SCHEMES, redact, scheme_of
 
 if TYPE_CHECKING:
-    from obstore import PutMode
+    from obstore import ObjectMeta, PutMode, PutResult, UpdateVersion
     from obstore.store import ObjectStore as Client
 
     from shardferry.format.oldfiles import Content, Naming
@@ -63,6 +63,7 @@ class ObjectState:
         old_files: What a new checkpoint replaces; the index or single file first.
         etags: Of every object directly in the folder, and of those that the index names elsewhere.
         index: The index that is there, None if there is none.
+        condition: Of a write that may only replace that index.
         marker: Who is publishing, or has begun to; None if nobody.
         marker_age_s: For how long.
         movable: Never.
@@ -74,6 +75,7 @@ class ObjectState:
     old_files: tuple[str, ...]
     etags: dict[str, str]
     index: bytes | None
+    condition: PutMode
     marker: str | None
     marker_age_s: float
     movable: bool = False
@@ -105,7 +107,7 @@ class ObjectTarget:
         self.is_claimed = False  # whether the marker stands in the place of the index
         self._naming = naming
         self._begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        self._tag: str | None = None
+        self._condition: PutMode = "overwrite"  # of a write that may only replace the own marker
 
     @cached_property
     def client(self) -> Client:
@@ -123,11 +125,12 @@ class ObjectTarget:
         name, naming = self._naming.index, self._naming
         try:
             found = list_with_delimiter(self.client)
-            etags = {each["path"]: each["e_tag"] or "" for each in found["objects"]}
+            etags = {each["path"]: e_tag_of(each) for each in found["objects"]}
             index, marker, age = None, None, 0.0
+            condition: PutMode = "create"
             if name in etags:
                 answer = get(self.client, name)
-                etags[name] = answer.meta["e_tag"] or ""
+                condition = _unchanged(answer.meta)
                 index = bytes(answer.bytes())
                 marker = _marker_in(index)
                 if marker is not None:
@@ -140,7 +143,7 @@ class ObjectTarget:
         standing = tuple(sorted(name for name in etags if is_checkpoint_file(name, naming)))
         old = old_files(etags, naming, promised.weight_map.values() if promised else ())
         content: Content = "checkpoint" if standing else "foreign" if etags or found["common_prefixes"] else "absent"
-        return ObjectState(self.root, content, standing, old, etags, index, marker, age)
+        return ObjectState(self.root, content, standing, old, etags, index, condition, marker, age)
 
     def claim(self, state: ObjectState) -> str | None:
         """Put a marker in the place of the index that was seen there.
@@ -152,11 +155,9 @@ class ObjectTarget:
             CheckpointExistsError: If another save has been there since.
             StorageError: If the store does not answer.
         """
-        tag = state.etags.get(self._naming.index)
-        mode: PutMode = {"e_tag": tag} if tag else "create"
         marker = self._new_marker()
         try:
-            self._tag = self._put_or_find(self._naming.index, marker, mode)
+            self._condition = self._put_or_find(self._naming.index, marker, state.condition)
         except failures() as error:
             if _is_refusal(error):
                 raise self._refusal() from None
@@ -168,7 +169,7 @@ class ObjectTarget:
         self.is_claimed = True
         self._check_unchanged(state)
         try:
-            self._tag = self._put(self._naming.index, marker, "create")  # must fail: it is there
+            self._condition = _unchanged(self._put(self._naming.index, marker, "create"))  # must fail: it is there
         except failures() as error:
             if _is_refusal(error):
                 return None
@@ -182,7 +183,7 @@ class ObjectTarget:
             CheckpointExistsError: If another save has taken over.
             StorageError: If the store does not answer.
         """
-        self._tag = self._replace_marker(self._new_marker())
+        self._condition = self._replace_marker(self._new_marker())
 
     def finish(self, index: bytes | None) -> None:
         """Put an index in the place of the marker, or remove the marker where one file needs no index.
@@ -197,14 +198,14 @@ class ObjectTarget:
         else:
             self._replace_marker(index)
 
-    def put(self, name: str, data: bytes) -> str | None:
-        """Write a small object; return its ETag.
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object.
 
         Raises:
             StorageError: If the store does not take it.
         """
         try:
-            return self._put(name, data, "overwrite")
+            self._put(name, data, "overwrite")
         except failures() as error:
             raise translate(error, f"{self.root}/{name}") from None
 
@@ -235,7 +236,7 @@ class ObjectTarget:
             found = head(self.client, name)
         except failures():
             return ""
-        tag = found["e_tag"] or ""
+        tag = e_tag_of(found)
         return tag if found["size"] == size and tag != before else ""
 
     def _check_unchanged(self, state: ObjectState) -> None:
@@ -248,7 +249,7 @@ class ObjectTarget:
         from obstore import list_with_delimiter  # noqa: PLC0415 - an extra
 
         try:
-            there = {each["path"]: each["e_tag"] or "" for each in list_with_delimiter(self.client)["objects"]}
+            there = {each["path"]: e_tag_of(each) for each in list_with_delimiter(self.client)["objects"]}
         except failures() as error:
             raise translate(error, self.root) from None
         before, now = (
@@ -268,9 +269,9 @@ class ObjectTarget:
         """Return what no marker before it was, so that a save that has seen an older one cannot replace it."""
         return marker_bytes(secrets.token_hex(TOKEN_BYTES), socket.gethostname(), self._begun)
 
-    def _replace_marker(self, data: bytes) -> str | None:
+    def _replace_marker(self, data: bytes) -> PutMode:
         try:
-            return self._put_or_find(self._naming.index, data, {"e_tag": self._tag} if self._tag else "overwrite")
+            return self._put_or_find(self._naming.index, data, self._condition)
         except failures() as error:
             if _is_refusal(error):
                 raise CheckpointExistsError(
@@ -295,7 +296,7 @@ class ObjectTarget:
         from obstore import head  # noqa: PLC0415 - an extra
 
         try:
-            return head(self.client, name)["e_tag"] or ""
+            return e_tag_of(head(self.client, name))
         except FileNotFoundError:
             return None
         except failures() as error:
@@ -311,25 +312,28 @@ class ObjectTarget:
         except failures() as error:
             raise translate(error, f"{self.root}/{name}") from None
 
-    def _put_or_find(self, name: str, data: bytes, mode: PutMode) -> str | None:
-        """Write a small object; return its ETag, also if only the answer was lost: repeated, the request is refused."""
+    def _put_or_find(self, name: str, data: bytes, mode: PutMode) -> PutMode:
+        """Write a small object; return the condition that it is still this one.
+
+        Also if only the answer was lost: repeated, the request is refused.
+        """
         from obstore import get  # noqa: PLC0415 - an extra
 
         try:
-            return self._put(name, data, mode)
+            return _unchanged(self._put(name, data, mode))
         except failures():
             try:
                 found = get(self.client, name)
                 if bytes(found.bytes()) == data:
-                    return found.meta["e_tag"]
+                    return _unchanged(found.meta)
             except failures():  # what the write met with is what matters
                 pass
             raise
 
-    def _put(self, name: str, data: bytes, mode: PutMode) -> str | None:
+    def _put(self, name: str, data: bytes, mode: PutMode) -> PutResult:
         from obstore import put  # noqa: PLC0415 - an extra
 
-        return put(self.client, name, data, mode=mode, use_multipart=False)["e_tag"]
+        return put(self.client, name, data, mode=mode, use_multipart=False)
 
     def _unguarded(self) -> str:
         return (
@@ -353,6 +357,16 @@ def check_marker(state: ObjectState, naming: Naming) -> str | None:
             f"{state.path}/{naming.index} to go on at once"
         )
     return f"{state.path}: took over from a save that was interrupted ({state.marker})"
+
+
+def _unchanged(found: ObjectMeta | PutResult) -> PutMode:
+    """Return the condition that an object is still this one: of Google's its version says so, of others the ETag."""
+    condition: UpdateVersion = {}
+    if found["e_tag"] is not None:
+        condition["e_tag"] = found["e_tag"]
+    if found["version"] is not None:
+        condition["version"] = found["version"]
+    return condition or "overwrite"
 
 
 def _is_refusal(error: Exception) -> bool:

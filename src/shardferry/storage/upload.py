@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardferry.errors import StorageError
-from shardferry.storage.client import failures, status_of, translate
+from shardferry.storage.client import e_tag_of, failures, status_of, translate
 from shardferry.units import MIB
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Upload:
                 if self._abandoned.wait(PAUSE_S) or time.monotonic() > last_beginning:
                     return
             else:
-                self.e_tag = made["e_tag"] or ""
+                self.e_tag = e_tag_of(made)
                 self._is_done = True
                 return
 

@@ -1,6 +1,7 @@
 """The garbage collector is paused while a plan is made, and afterwards as it was before."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from threading import Barrier, Thread
 
@@ -31,6 +32,23 @@ def test_the_collector_rests_in_a_function_and_runs_after_it_even_if_it_fails() 
     with pytest.raises(KeyError):
         plan()
     assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_an_interrupt_at_the_worst_moment_does_not_leave_it_off() -> None:
+    """Ctrl-C may come between any two steps, also right after the collector was stopped."""
+
+    def interrupt(_: object, event: str, called: object) -> None:
+        if event == "c_return" and called is gc.disable:
+            raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), paused_collector():
+            pass
+    finally:
+        sys.setprofile(before)
     assert gc.isenabled()
 
 

@@ -25,10 +25,11 @@ def paused_collector() -> Iterator[None]:
     For code that computes without waiting, as it stops for all threads. Where blocks of several threads overlap, the
     collector runs again when the first one to have stopped it ends.
     """
-    with _lock:
-        was_enabled = gc.isenabled()
-        gc.disable()
+    was_enabled = False
     try:
+        with _lock:
+            was_enabled = gc.isenabled()
+            gc.disable()
         yield
     finally:
         if was_enabled:

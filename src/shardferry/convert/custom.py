@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class WholeTensors:
         dtype: Its dtype, as a safetensors name.
     """
 
-    function: Callable[[list[NDArray[Any]]], NDArray[Any]]
+    function: Callable[[list[NDArray[Any]]], NDArray[Any]] = field(hash=False)  # a callable need not have one
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str

@@ -10,6 +10,7 @@ tensor, which gets what it is computed from, and then holds it as if it were one
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -68,6 +69,22 @@ class Unconverted(NamedTuple):
     unmatched: tuple[str, ...]
 
 
+class _Making(NamedTuple):
+    """What has been found so far.
+
+    Attributes:
+        known: The tensors that others can be written from, by name: the model's, and those that are computed.
+        made: Of these, how the latter are computed.
+        names: Their names.
+        bytes_by_rank: How many bytes each rank computes.
+    """
+
+    known: dict[str, Held]
+    made: dict[str, Made]
+    names: dict[Computed, str]
+    bytes_by_rank: Counter[int]
+
+
 def unconvert(catalogue: Mapping[str, Held], rules: Rules) -> Unconverted:
     """Return what is written of a model by rules.
 
@@ -88,12 +105,12 @@ def unconvert(catalogue: Mapping[str, Held], rules: Rules) -> Unconverted:
             "that the rules save under another name. Add a rule for it"
         )
     _check_way_back(model, converted.tensors, rules)
-    known, made = dict(catalogue), dict[str, Made]()
+    making = _Making(dict(catalogue), {}, {}, Counter())
     written = {}
     for name in sorted(converted.tensors, key=natural_key):
         tensor = converted.tensors[name]
-        written[name] = _written(name, tensor._replace(source=_moved(tensor.source, known, made)), known)
-    return Unconverted(written, made, tuple(map(describe_rule, converted.unmatched)))
+        written[name] = _written(name, tensor._replace(source=_moved(tensor.source, making)), making.known)
+    return Unconverted(written, making.made, tuple(map(describe_rule, converted.unmatched)))
 
 
 def _check_way_back(model: Mapping[str, Tensor], written: Mapping[str, Tensor], rules: Rules) -> None:
@@ -112,34 +129,31 @@ def _check_way_back(model: Mapping[str, Tensor], written: Mapping[str, Tensor], 
         raise InvalidInputError(f"the rules would save {listed(unknown, LISTED)}, which the model does not have")
 
 
-def _moved(source: Expression, known: dict[str, Held], made: dict[str, Made]) -> Expression:
-    """Return an expression that only moves elements, of tensors known and of computed ones, which are added to both."""
+def _moved(source: Expression, making: _Making) -> Expression:
+    """Return an expression that only moves elements, of tensors known and of computed ones, which are added to them."""
+    known, made, names, bytes_by_rank = making
 
     def stand_in(node: Computed) -> Stored:
-        name = next((name for name, one in made.items() if one.source == node), None)
-        if name is None:
-            tensors = zip(node.dtypes, (_moved(operand, known, made) for operand in node.operands), strict=True)
+        if node not in names:
+            tensors = zip(node.dtypes, (_moved(operand, making) for operand in node.operands), strict=True)
             operands = tuple(_written(node.function.name, Tensor("", *tensor), known) for tensor in tensors)
             for held in operands:
                 check_whole(held.memory, held)
-            names = (f"{node.function.name} {number}" for number in count(len(made)))
-            name = next(name for name in names if name not in known)
-            made[name] = Made(node, operands, _least_loaded(operands, made))
-            alone = (made[name].owner,)
-            known[name] = Held(node.dtype, node.shape, MeshLayout((1,), alone, ()), alone)
-        return Stored(name, node.shape)
+            numbered = (f"{node.function.name} {number}" for number in count(len(made)))
+            name = next(name for name in numbered if name not in known)
+            owner = _least_loaded(operands, bytes_by_rank)
+            bytes_by_rank[owner] += tensor_bytes(node.dtype, node.shape)
+            names[node], made[name] = name, Made(node, operands, owner)
+            known[name] = Held(node.dtype, node.shape, MeshLayout((1,), (owner,), ()), (owner,))
+        return Stored(names[node], node.shape)
 
     return replace_computed(source, stand_in)
 
 
-def _least_loaded(operands: Sequence[Held], made: Mapping[str, Made]) -> int:
+def _least_loaded(operands: Sequence[Held], bytes_by_rank: Counter[int]) -> int:
     """Return which of the ranks that have some of the operands is to compute the fewest bytes so far."""
-    ranks = sorted({rank for held in operands for rank in held.ranks} or {0})
-    load = dict.fromkeys(ranks, 0)
-    for one in made.values():
-        if one.owner in load:
-            load[one.owner] += tensor_bytes(one.source.dtype, one.source.shape)
-    return min(ranks, key=lambda rank: load[rank])
+    ranks = {rank for held in operands for rank in held.ranks} or {0}
+    return min(sorted(ranks), key=lambda rank: bytes_by_rank[rank])
 
 
 def _written(name: str, tensor: Tensor, known: Mapping[str, Held]) -> Held:

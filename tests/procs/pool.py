@@ -338,8 +338,8 @@ def _run_job(job: _Job, connection: Connection) -> Outcome:
 def _forget_meshes() -> None:
     """Drop what DTensor has planned, and the groups with it.
 
-    It takes the next run's meshes for the same, whose groups have other names. And each group that is still referred to,
-    by a plan or by a model in a cycle, keeps a thread that looks for work a hundred times a second: hundreds of them.
+    It takes the next run's meshes for the same, whose groups have other names. And each group that a plan or a model in
+    a cycle refers to keeps a thread that looks for work a hundred times a second: they become hundreds.
     """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

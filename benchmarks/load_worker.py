@@ -1,7 +1,8 @@
-"""One process of the load benchmark, under torchrun: all loaders in turn, one record per call and rank.
+"""One process of the load benchmark, under torchrun: one loader, called when it is told, one record per call and rank.
 
-Started by `load_torch.py`. The clock of a rank runs from a barrier to its own return; a call takes as long as its
-slowest rank. Making the model or state dict that is to be filled, reading or dropping the page cache before, and
+Started by `load_torch.py`, which writes a line with a state of the page cache and a round to a named pipe for every
+call, and is answered through another. The clock of a rank runs from a barrier to its own return; a call takes as long
+as its slowest rank. Making the model or state dict that is to be filled, reading or dropping the page cache before, and
 checking the bytes after, are off the clock. A warm page cache is always one that an ordinary read from front to back
 has filled: what a mapped read costs depends on how large the kernel made its folios.
 """
@@ -27,36 +28,32 @@ if TYPE_CHECKING:
     from benchmarks.load_job import Job
     from benchmarks.load_table import Cache
 
-# The first call pays for imports and a cold allocator: it is recorded, and left out of the ratios.
-FIRST: tuple[Cache, ...] = ("first",)
-SCHEDULE: tuple[Cache, ...] = ("warm", "cold", "warm")
-
 
 def main() -> None:
-    """Run all loaders for some rounds, in an order that rotates; collective."""
+    """Answer calls until there are no more; collective."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("records", type=Path)
-    parser.add_argument("rounds", type=int)
-    parser.add_argument("loaders", nargs="+", choices=LOADERS)
+    parser.add_argument("loader", choices=LOADERS)
+    for name in ("folder", "records", "orders", "answers"):
+        parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=3))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     stored = stored_tensors(arguments.folder)
     job = make_job(arguments.folder, stored, mesh)
-    loaders = arguments.loaders
-    with arguments.records.open("a") as out:
-        for round_ in range(-1, arguments.rounds):
-            turn = round_ % len(loaders)
-            for loader in (*loaders[turn:], *loaders[:turn]):
-                for cache in FIRST if round_ < 0 else SCHEDULE:
-                    record = _call(job, loader, cache) | {"round": round_}
-                    # One write of one line: ranks append to the same file.
-                    out.write(json.dumps(record) + "\n")
-                    out.flush()
-            if dist.get_rank() == 0:
-                print(f"round {round_} done", flush=True)
+    orders = arguments.orders.open() if dist.get_rank() == 0 else None
+    while True:
+        order = [orders.readline().split() if orders else None]
+        dist.broadcast_object_list(order)
+        if not order[0]:
+            break
+        cache, round_ = order[0]
+        record = _call(job, arguments.loader, cache) | {"round": int(round_)}
+        with arguments.records.open("a") as out:
+            out.write(json.dumps(record) + "\n")  # one write of one line: ranks append to the same file
+        dist.barrier()
+        if orders:
+            arguments.answers.write_text("done\n")
     # Some loaders leave threads or communicators that do not end in time; everything is on disk.
     os._exit(0)
 

@@ -3,12 +3,12 @@
     python -m benchmarks.load_torch --kind dense --scale-gb 1 --rounds 4
 
 Compares `load_state_dict` and `load_model` with safetensors' slices, torch's distributed checkpoint, transformers'
-`tp_plan`, and the limit: a copy into huge pages without any library. Each loader has processes of its own, because
-memory that one has advised to be huge pages stays so for the next. They are called in turns, a round of all in an
-order that rotates. The model or state dict to fill is there before the clock starts; a result that still is a view of
-a file is copied on the clock, and bytes are checked after it. A warm page cache is one that ordinary reads have
-filled. The cold rows need root only where the page cache cannot be dropped file by file. Prints ratios, and writes
-the raw records to `benchmarks/results/`.
+`tp_plan`, and the limit: `preadv` into huge pages without any library, which a copy out of a mapping may beat. Each
+loader has processes of its own, because memory that one has advised to be huge pages stays so for the next. They are
+called in turns, a round of all in an order that rotates. The model or state dict to fill is there before the clock
+starts; a result that still is a view of a file is copied on the clock, and bytes are checked after it. A warm page
+cache is one that ordinary reads have filled. The cold rows need root only where the page cache cannot be dropped file
+by file. Prints ratios, and writes the raw records to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 NUM_RANKS = 4
-# The first call pays for imports and a cold allocator: it is recorded, and left out of the ratios.
+# How each loader is called in a round.
 SCHEDULE: tuple[Cache, ...] = ("warm", "cold", "warm")
 MAX_CALL_S = 300
 
@@ -72,7 +72,7 @@ def _run(checkpoint: Path, records: Path, rounds: int, loaders: list[str]) -> No
     with ExitStack() as stack:
         processes = [stack.enter_context(_Processes(loader, checkpoint, records)) for loader in loaders]
         for each in processes:
-            each.call("first", -1)
+            each.call("first", -1)  # pays for imports and a cold allocator: recorded, and left out of the ratios
         for round_ in range(rounds):
             turn = round_ * (len(loaders) // 2 + 1) % len(loaders)
             for each in (*processes[turn:], *processes[:turn]):

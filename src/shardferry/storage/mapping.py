@@ -4,8 +4,7 @@ Blocks. What a read has to fetch comes in pages of 4 KiB, and a disk is asked fo
 together in memory. A fault in a mapping that is advised MADV_HUGEPAGE fetches an aligned block of 2 MiB (Linux 5.18,
 mm/filemap.c, do_sync_mmap_readahead): as one large folio where the filesystem has such (xfs, ext4 since Linux 6.16,
 btrfs), else in pages as ever. 4 ranks, 1 GB, cold, on a virtual disk: 0.50 s, against 1.02 s by reads with or without
-the kernel's read-ahead, and 0.46 s past the page cache (O_DIRECT), which would leave nothing for the next load. Whoever
-reads the file later gains too: mapping and copying what large folios hold takes a fraction of the time.
+the kernel's read-ahead, and 0.46 s past the page cache (O_DIRECT), which would leave nothing for the next load.
 
 Columns. For thin rows, copying out of a mapping moves only the wanted bytes. Where they are in the page cache already
 that is up to twice as fast as reading whole rows, and elsewhere no slower. But a page that cannot be had is SIGBUS. Two

@@ -7,34 +7,40 @@
 tensor per expert by transformers' own conversions (`per expert`), from one that holds what is in memory (`packed`), and
 by `from_pretrained` of transformers from the first (`transformers`). `fp8`: they fill a Llama in bf16 from a checkpoint
 with block-scaled FP8 (`block FP8`), and from one that holds bf16 (`bf16`): as many bytes in memory, half as many to
-read. Every way runs in processes of its own, twice, of which the second call counts; rounds are interleaved. Building
-the model on the meta device is on the clock for all. All read from the page cache. Prints ratios inside a round, and
-writes the raw records to `benchmarks/results/`.
+read. Every way has processes of its own, which are called in turns, and given memory that exists; in a round twice, of
+which the faster call counts. Building the model on the meta device is on the clock for all. All read from a page cache
+that ordinary reads have filled. Prints ratios inside a round, and writes the raw records to `benchmarks/results/`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
+from collections import defaultdict
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.awake import AwakeMemory
 from benchmarks.checkpoints import Kind, make_checkpoint
 from benchmarks.machine import machine
+from benchmarks.turns import NUM_RANKS, Workers
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
 RESULTS = Path(__file__).parent / "results"
-NUM_RANKS = 4
+WORKER = ("WAY", "CHECKPOINT", "RECORDS", "ORDERS", "ANSWERS")
+CALLS_PER_ROUND = 2
+# Bytes of memory freed for a call, per byte of the larger checkpoint: the model, and what a way takes beside it.
+ROOM = 3
 # Which checkpoint a way loads, by what is compared; the first way of each is the one in question.
 COMPARED: dict[str, dict[str, Kind]] = {
     "experts": {"per expert": "moe", "packed": "moe_packed", "transformers": "moe"},
@@ -48,7 +54,7 @@ def main() -> None:
     parser.add_argument("compared", choices=COMPARED)
     parser.add_argument("--scale-gb", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--worker", nargs=4, metavar=("WAY", "CHECKPOINT", "RECORDS", "ROUND"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=len(WORKER), metavar=WORKER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         _work(*arguments.worker)
@@ -61,46 +67,55 @@ def main() -> None:
     try:
         for kind in kinds.values():
             make_checkpoint(folder / kind, kind, arguments.scale_gb)
-        for round_ in range(arguments.rounds):
-            for turn in range(len(ways)):
-                way = ways[(turn + round_) % len(ways)]
-                _run(arguments.compared, (way, str(folder / kinds[way]), str(records), str(round_)))
+        _run(arguments.compared, {way: folder / kinds[way] for way in ways}, records, arguments.rounds)
     finally:
         shutil.rmtree(folder)
     _print(ways, [json.loads(line) for line in records.read_text().splitlines()[1:]])
 
 
-def _run(compared: str, worker: tuple[str, str, str, str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    command += ["-m", "benchmarks.load_conversions", compared, "--worker", *worker]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    print(f"round {worker[3]} {worker[0]}: {'done' if run.returncode == 0 else 'FAILED'}", flush=True)
-    if run.returncode:
-        print(run.stderr[-2000:], file=sys.stderr)
+def _run(compared: str, checkpoints: Mapping[str, Path], records: Path, rounds: int) -> None:
+    memory = AwakeMemory()
+    room = ROOM * max(sum(file.stat().st_size for file in folder.iterdir()) for folder in checkpoints.values())
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                Workers("benchmarks.load_conversions", [compared, "--worker", way, str(folder), str(records)], memory)
+            )
+            for way, folder in checkpoints.items()
+        ]
+        for each in workers:
+            each.call("-1", room)  # pays for imports: recorded, and left out of the ratios
+        for round_ in range(rounds):
+            turn = round_ % len(workers)
+            for each in (*workers[turn:], *workers[:turn]):
+                for _ in range(CALLS_PER_ROUND):
+                    each.call(str(round_), room)
+            print(f"round {round_} done", flush=True)
 
 
-def _work(way: str, folder: str, records: str, round_: str) -> None:
-    """Load twice; one record per rank. Collective."""
+def _work(way: str, folder: str, records: str, orders: str, answers: str) -> None:
+    """Answer calls until there are no more; one record per call and rank. Collective."""
     import torch
     import torch.distributed as dist
-    from benchmarks.measure import Meter, bring_into_page_cache, wake_memory
+    from benchmarks.measure import Meter, bring_into_page_cache, drop_from_page_cache, give_back_memory
+    from benchmarks.turns import Calls
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=3))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     checkpoint = Path(folder)
     files = sorted(checkpoint.glob("*.safetensors"))
-    for call in ("first", "second"):
+    calls = Calls(Path(orders), Path(answers))
+    for (round_,) in calls:
         if dist.get_rank() == 0:
+            drop_from_page_cache(files)
             bring_into_page_cache(files)
-        wake_memory(sum(file.stat().st_size for file in files) // NUM_RANKS)
-        dist.barrier()
-        with Meter() as meter:
+        meter = Meter()
+        calls.go()
+        with meter:
             model = _load(way, checkpoint)
         record = {
             "way": way,
             "round": int(round_),
-            "call": call,
             "rank": dist.get_rank(),
             "seconds": round(meter.seconds, 4),
             "peak_bytes": meter.peak_bytes,
@@ -108,8 +123,7 @@ def _work(way: str, folder: str, records: str, round_: str) -> None:
         with Path(records).open("a") as out:
             out.write(json.dumps(record) + "\n")
         del model
-        gc.collect()
-        dist.barrier()
+        give_back_memory()
     os._exit(0)  # everything is on disk; threads of some libraries do not end in time
 
 
@@ -137,16 +151,22 @@ def _load(way: str, checkpoint: Path) -> torch.nn.Module:
 
 
 def _print(ways: tuple[str, ...], records: list[dict[str, Any]]) -> None:
-    slowest: dict[tuple[str, int], float] = {}
+    """Print the median time of every way, and the median ratio inside a round."""
+    calls: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for record in records:
-        if record["call"] == "second":
-            key = (record["way"], record["round"])
-            slowest[key] = max(slowest.get(key, 0.0), record["seconds"])
-    rounds = sorted({round_ for _, round_ in slowest})
+        calls[record["way"], record["round"], record["rank"]].append(record["seconds"])
+    rounds = sorted({round_ for _, round_, _ in calls if round_ >= 0})
+    times = {
+        (way, round_): min(map(max, zip(*(calls[way, round_, rank] for rank in range(NUM_RANKS)), strict=True)))
+        for way in ways
+        for round_ in rounds
+    }
     for way in ways:
-        times = [slowest[way, round_] for round_ in rounds]
-        ratio = statistics.median(slowest[ways[0], round_] / slowest[way, round_] for round_ in rounds)
-        print(f"{way:13} {statistics.median(times):7.3f} s   {ways[0]} takes {ratio:5.2f}x as long")
+        ratios = sorted(times[ways[0], round_] / times[way, round_] for round_ in rounds)
+        print(
+            f"{way:13} {statistics.median(times[way, round_] for round_ in rounds):7.3f} s   {ways[0]} takes "
+            f"{statistics.median(ratios):5.2f}x as long [{ratios[0]:.2f}..{ratios[-1]:.2f}]"
+        )
 
 
 if __name__ == "__main__":

@@ -166,11 +166,12 @@ def work(  # noqa: PLR0917 - what a process is told
             if run.place == "slow":
                 mounts.drop(FILE, at)
             wake_memory(AWAKE_BYTES)
+            meter = Meter()
             barrier.wait()
             if at == 0:
                 mounts.reset()
             barrier.wait()
-            with Meter() as meter:
+            with meter:
                 begin = time.perf_counter()
                 made = ways[run.way](path, wanted)
                 for array in made.values():

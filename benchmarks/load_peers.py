@@ -1,7 +1,8 @@
 """The loaders that the load benchmark compares: the library, its peers, and what the machine can do without one.
 
 Answers no question itself. A loader takes a `Job`, and what its caller has before a load (a model without values, a
-state dict whose memory nobody has touched), and returns this rank's local tensors by name, complete.
+state dict whose memory nobody has touched), and fills or returns this rank's tensors, complete. Where they may still be
+views of a mapped file, looking for those and copying them is part of loading.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ class Loader(NamedTuple):
     Attributes:
         load: Does it; timed.
         prepare: Makes what `load` is given; not timed, because whoever loads has it.
+        tensors: Returns the local tensors by name of what `load` returned; not timed.
     """
 
-    load: Callable[[Job, Any], dict[str, torch.Tensor]]
+    load: Callable[[Job, Any], Any]
     prepare: Callable[[Job], Any] = lambda _: None
+    tensors: Callable[[Any], dict[str, torch.Tensor]] = lambda loaded: loaded
 
 
 def limit(job: Job, _: None) -> dict[str, torch.Tensor]:
@@ -60,20 +63,20 @@ def limit(job: Job, _: None) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def shardferry_state_dict(job: Job, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def shardferry_state_dict(job: Job, state_dict: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """`shardferry.torch.load_state_dict` into memory nobody has touched."""
     import shardferry.torch
 
     shardferry.torch.load_state_dict(state_dict, job.folder)
-    return _local(state_dict)
+    return state_dict
 
 
-def shardferry_model(job: Job, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def shardferry_model(job: Job, model: torch.nn.Module) -> torch.nn.Module:
     """`shardferry.torch.load_model` on a model whose parameters are on meta."""
     import shardferry.torch
 
     shardferry.torch.load_model(model, job.folder)
-    return _local(model.state_dict())
+    return model
 
 
 def safetensors_slices(job: Job, _: None) -> dict[str, torch.Tensor]:
@@ -175,8 +178,8 @@ def _empty_model(job: Job) -> torch.nn.Module:
 
 LOADERS: dict[str, Loader] = {
     "limit": Loader(limit),
-    "shardferry_state_dict": Loader(shardferry_state_dict, _empty_state_dict),
-    "shardferry_model": Loader(shardferry_model, _empty_model),
+    "shardferry_state_dict": Loader(shardferry_state_dict, _empty_state_dict, _local),
+    "shardferry_model": Loader(shardferry_model, _empty_model, lambda model: _local(model.state_dict())),
     "safetensors": Loader(safetensors_slices),
     "torch_dcp": Loader(torch_dcp, _empty_state_dict),
     "transformers": Loader(transformers_tp),

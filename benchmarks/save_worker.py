@@ -57,9 +57,10 @@ def main() -> None:
         if rank == 0:
             os.sync()
         wake_memory(sum(part.num_bytes for part in job.parts.values()))
+        meter = Meter()
         dist.barrier()
         already = written_bytes()
-        with Meter() as meter:
+        with meter:
             save(arguments.target)
         dist.barrier()
         start = time.perf_counter()

@@ -149,6 +149,23 @@ def test_weights_are_decoded_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(function.compute([codes, scales], [(12, 3), (3, 1)], region), plain)
 
 
+SCALES = (1.0, -0.37, 128.0, 129.0, 3e38, 1e-40, 2.0**-149, 0.0, -0.0, math.inf, -math.inf, math.nan)
+
+
+@pytest.mark.parametrize("scales", [SCALES, SCALES[:3], SCALES[5:9]], ids=["any", "moderate", "tiny"])
+def test_every_code_times_any_scale_is_what_f32_makes_of_the_two(scales: tuple[float, ...]) -> None:
+    """20 rows a scale: twice as many as are scaled at a time, and some more."""
+    codes = np.tile(np.arange(256, dtype=np.uint8), (20 * len(scales), 1))
+    factors = np.array(scales, np.float32).reshape(-1, 1)
+    with np.errstate(all="ignore"):
+        plain = to_floats(codes, "F8_E4M3") * np.repeat(factors, 20, axis=0)
+        function = quant.BlockScaled((20, 256), ("F8_E4M3", "F32"))
+        got = function.compute([codes, factors], [codes.shape, factors.shape], box((0, 0), codes.shape))
+    numbers = ~np.isnan(plain)
+    assert np.array_equal(np.isnan(got), ~numbers)
+    assert np.array_equal(np.asarray(got)[numbers].view(np.uint32), plain[numbers].view(np.uint32))
+
+
 def test_a_part_reads_only_the_scales_of_the_blocks_it_touches() -> None:
     """Rows 72 to 143 of 576 lie in the first two rows of blocks of 128."""
     members = [Tensor("w", "F8_E4M3", Stored("w", (576, 200))), Tensor("s", "F32", Stored("s", (5, 2)))]

@@ -8,7 +8,7 @@ a target of another float dtype casts it, to nearest, ties to even.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -42,8 +42,11 @@ MEMBERS = {"fp8": 2, "mxfp4": 2, "nvfp4": 3}
 _E4M3_BITS = np.int32(-(1 << 31) | 0x7F << 20)
 _E4M3_TO_F32 = np.float32(2.0**120)
 _TINY = np.float32(2.0**-140)
+# A scale of which 2**120 times as much still is an F32.
+_MOST_AT_ONCE = 128.0
 # Decoded and scaled at a time: their F32 values stay in a core's cache.
-CACHED_ELEMENTS = 64 * KIB
+CACHED_ELEMENTS = 96 * KIB
+ROWS_AT_ONCE = 8
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
 
 
@@ -76,13 +79,20 @@ class BlockScaled:
             _positions(held, blocks, size)
             for held, blocks, size in zip(region.dims[-2:], needed.dims[-2:], self.block, strict=True)
         )
-        factors = to_floats(scales, self.dtypes[1])[..., columns]
-        values = np.empty(weight.shape, np.float32)
-        step = max(1, CACHED_ELEMENTS * len(rows) // weight.size)
-        ends = {0, *range(step, len(rows), step), *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)}
-        for start, stop in pairwise(sorted(ends)):
-            codes = to_floats(weight[..., start:stop, :], self.dtypes[0])
-            np.multiply(codes, factors[..., rows[start], None, :], out=values[..., start:stop, :])
+        factors = np.take(to_floats(scales, self.dtypes[1]), columns, axis=-1)
+        codes, values = weight.view(np.uint8), np.empty(weight.shape, np.float32)
+        # One product instead of two, and the same numbers, as long as what is multiplied by is one of F32's.
+        at_once = _has_subnormals() and bool((np.abs(factors) <= _MOST_AT_ONCE).all())
+        decode, factors = (_move_e4m3, factors * _E4M3_TO_F32) if at_once else (_decode_e4m3, factors)
+        ends = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
+        for first, last in pairwise(ends):
+            step = max(1, -(-(last - first) // max(1, round(values[..., first:last, :].size / CACHED_ELEMENTS))))
+            for start in range(first, last, step):
+                held = (..., slice(start, min(start + step, last)), slice(None))
+                decode(codes[held], values[held])
+                _scale(values[held], factors[..., rows[first], :])
+        if at_once:
+            _mark_no_numbers(codes, values)
         return values
 
 
@@ -174,26 +184,56 @@ def to_floats(array: NDArray[np.generic], dtype: str) -> Floats:
     if dtype == "BF16":
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E4M3":
-        return _e4m3_floats(array.view(np.uint8))
+        values = np.empty(array.shape, np.float32)
+        _decode_e4m3(array.view(np.uint8), values)
+        return values
     return np.asarray(_e8m0()[array.view(np.uint8)])
 
 
-def _e4m3_floats(codes: NDArray[np.uint8]) -> Floats:
-    """Return the values of F8_E4M3 codes, three times as fast as a table tells them.
+def _scale(values: Floats, factors: Floats) -> None:
+    """Multiply every row of a table, or of several tables, in place by the factors of its table.
 
-    Moved to the places of an F32's exponent and mantissa they are 2**120 too small, the biases being 127 and 7.
+    Several rows at a time, as NumPy is up to twice as fast with long ones.
     """
-    if not _TINY * _E4M3_TO_F32:  # a thread that takes subnormal numbers for 0, as torch can be told to
-        return np.asarray(_e4m3()[codes])
-    bits = codes.view(np.int8).astype(np.int32)
+    *outer, rows, columns = values.shape
+    many = rows // ROWS_AT_ONCE * ROWS_AT_ONCE
+    if many:
+        # A view: rows that follow each other lie together.
+        long = values[..., :many, :].reshape(*outer, many // ROWS_AT_ONCE, ROWS_AT_ONCE * columns)
+        np.multiply(long, np.concatenate([factors] * ROWS_AT_ONCE, axis=-1)[..., None, :], out=long)
+    rest = values[..., many:, :]
+    np.multiply(rest, factors[..., None, :], out=rest)
+
+
+def _decode_e4m3(codes: NDArray[np.uint8], values: Floats) -> None:
+    """Put the values of F8_E4M3 codes into `values`, three times as fast as a table tells them."""
+    if not _has_subnormals():
+        values[...] = _e4m3()[codes]
+        return
+    _move_e4m3(codes, values)
+    values *= _E4M3_TO_F32
+    _mark_no_numbers(codes, values)
+
+
+def _move_e4m3(codes: NDArray[np.uint8], values: Floats) -> None:
+    """Put the bits of F8_E4M3 codes where an F32 has its sign, exponent and mantissa.
+
+    The biases being 127 and 7, that is 2**-120 of their values; no number (NaN) becomes 2**-120 of 480.
+    """
+    bits = values.view(np.int32)
+    bits[...] = codes.view(np.int8)
     bits <<= 20
     bits &= _E4M3_BITS
-    values = bits.view(np.float32)
-    values *= _E4M3_TO_F32
-    no_number = codes & 0x7F == 0x7F  # noqa: PLR2004 - the mask and the code of the format
-    if no_number.any():
-        values[no_number] = np.nan
-    return values
+
+
+def _mark_no_numbers(codes: NDArray[np.uint8], values: Floats) -> None:
+    if (codes & 0x7F).max(initial=0) == 0x7F:  # noqa: PLR2004 - the mask and the code of the format
+        values[codes & 0x7F == 0x7F] = np.nan  # noqa: PLR2004
+
+
+def _has_subnormals() -> bool:
+    """Return whether this thread computes with subnormal numbers: torch can tell one to take them for 0."""
+    return bool(_TINY * _E4M3_TO_F32)
 
 
 @cache
@@ -299,8 +339,9 @@ def _indices(held: Intervals) -> NDArray[np.int64]:
     return np.concatenate([np.arange(start, stop) for start, stop in held] or [np.arange(0)])
 
 
+@lru_cache(maxsize=64)
 def _positions(held: Intervals, blocks: Intervals, size: int) -> NDArray[np.int64]:
-    """Return, for every index held, where among the blocks held its own is."""
+    """Return, for every index held, where among the blocks held its own is; not to be written to."""
     return np.searchsorted(_indices(blocks), _indices(held) // size)
 
 

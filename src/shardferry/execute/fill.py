@@ -7,6 +7,7 @@ threads; then each of its parts is computed and stored. So memory stays within t
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
     from shardferry.execute.load import Destination, Settings, Staging
     from shardferry.format.index import FileInfo
     from shardferry.plan.load import Copy
-    from shardferry.storage.base import Bytes, Store
+    from shardferry.storage.base import Bytes, ReadableFile, Store
+
+
+# Kept open between batches: the operands of a batch lie in one or two files, mostly.
+MAX_OPEN_FILES = 4
 
 
 class _Job(NamedTuple):
@@ -74,13 +79,13 @@ def execute_computations(
     zeros = [(copy, destinations[tensor.name]) for tensor in plan.tensors for copy in tensor.zeros]
     if not jobs and not zeros:
         return
-    with _Storer(settings) as storer:
+    with _Storer(settings) as storer, OpenFiles(store) as opened:
         for copy, destination in zeros:
             for piece in split_copy(copy, settings.piece_bytes):
                 storer.put(destination, piece, np.zeros(piece.num_bytes, np.uint8))
         for batch in _batches(jobs, settings.piece_bytes * settings.num_threads):
             settings.check()
-            operands = _read_operands(batch, _Files(store, files, plan.seek_bytes), settings)
+            operands = _read_operands(batch, _Files(opened, files, plan.seek_bytes), settings)
             storer.store_all(batch, operands)
 
 
@@ -115,6 +120,33 @@ def _read_operands(batch: Sequence[_Job], files: _Files, settings: Settings) -> 
     plan = LoadPlan(tuple(plans), sum(wanted.bytes_read for wanted in plans), files.seek_bytes)
     execute_plan(plan, memories, files.store, files.infos, settings._replace(staging=lambda: [Scratch()]))
     return operands
+
+
+class OpenFiles:
+    """The files of a store, kept open from one batch to the next: as many as were used last."""
+
+    def __init__(self, store: Store) -> None:
+        """Open nothing yet."""
+        self._store = store
+        self._opened: dict[str, tuple[ReadableFile, ExitStack]] = {}
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[ReadableFile]:
+        """Give a file; it may stay open when the context ends."""
+        if name not in self._opened:
+            if len(self._opened) >= MAX_OPEN_FILES:
+                self._opened.pop(next(iter(self._opened)))[1].close()
+            closing = ExitStack()
+            self._opened[name] = closing.enter_context(self._store.open(name)), closing
+        self._opened[name] = self._opened.pop(name)  # used last
+        yield self._opened[name][0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._opened:
+            self._opened.popitem()[1][1].close()
 
 
 class _Storer:

@@ -36,7 +36,10 @@ class Region:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
-        return tuple(sum(stop - start for start, stop in intervals) for intervals in self.dims)
+        # Nearly always a dim has one interval; this is asked for often enough to matter.
+        return tuple(
+            dim[0][1] - dim[0][0] if len(dim) == 1 else sum(stop - start for start, stop in dim) for dim in self.dims
+        )
 
     @property
     def num_elements(self) -> int:

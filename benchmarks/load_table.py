@@ -45,9 +45,10 @@ def print_tables(records: Sequence[Record]) -> None:
     """Print one Markdown table for the warm page cache and one for the cold, and what the library gained."""
     for wrong in [record for record in records if record["wrong"]]:
         print(f"WRONG BYTES: {wrong['loader']} rank {wrong['rank']} {wrong['cache']}: {wrong['wrong']}")
-    for cache in ("warm", "cold"):
+    caches: tuple[Cache, ...] = ("warm", "cold")
+    for cache in caches:
         of_cache = [record for record in records if record["cache"] == cache]
-        times = {name: _times(group) for name, group in _by(of_cache, "loader").items()}
+        times = times_of(records, cache)
         memory = {name: _peak_over_held(group) for name, group in _by(of_cache, "loader").items()}
         disk = {name: _disk_over_held(group) for name, group in _by(of_cache, "loader").items()}
         print(f"\n{cache} page cache\n")
@@ -58,6 +59,12 @@ def print_tables(records: Sequence[Record]) -> None:
                 f"| {name} | {statistics.median(times[name].values()):.3f} | {_ratio(times, name, to=_is_limit)} | "
                 f"{_ratio(times, name, to=_is_peer)} | {memory[name] / 1e6:.0f} | {disk[name]:.2f} |"
             )
+
+
+def times_of(records: Iterable[Record], cache: Cache) -> dict[str, Rounds]:
+    """Return, by loader, its seconds in every round with the page cache in that state."""
+    of_cache = [record for record in records if record["cache"] == cache]
+    return {name: _times(group) for name, group in _by(of_cache, "loader").items()}
 
 
 def _times(records: Iterable[Record]) -> Rounds:

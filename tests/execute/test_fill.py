@@ -49,9 +49,14 @@ def test_files_stay_open_between_batches_those_used_last_and_no_longer() -> None
 
 def test_files_are_closed_when_a_batch_fails() -> None:
     store = CountingStore(["a", "b"])
-    with pytest.raises(ZeroDivisionError), OpenFiles(store) as files:
-        for name in ("a", "b"):
-            with files.open(name):
-                pass
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with OpenFiles(store) as files:
+            for name in ("a", "b"):
+                with files.open(name):
+                    pass
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert not store.open_now

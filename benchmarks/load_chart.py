@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from xml.sax.saxutils import escape
 
-from benchmarks.load_table import times_of
+from benchmarks.load_table import CACHES, times_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from benchmarks.load_table import Cache, Rounds
+    from benchmarks.load_table import Rounds
 
 LABELS = {
     "shardferry_model": "shardferry load_model",
@@ -53,8 +53,7 @@ def main() -> None:
 def panels(source: Path) -> Iterator[Panel]:
     """Yield what one file says of either state of the page cache."""
     first, *records = (json.loads(line) for line in source.read_text().splitlines())
-    caches: tuple[Cache, ...] = ("warm", "cold")
-    for cache in caches:
+    for cache in CACHES:
         title = f"{KINDS[first['kind']]}, {first['scale_gb']:g} GB, {cache} page cache"
         yield Panel(title, times_of(records, cache))
 

@@ -21,15 +21,13 @@ import shutil
 import statistics
 import tempfile
 from collections import defaultdict
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.awake import AwakeMemory
 from benchmarks.checkpoints import Kind, make_checkpoint
 from benchmarks.machine import machine
-from benchmarks.turns import NUM_RANKS, Workers
+from benchmarks.turns import NUM_RANKS, take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +36,8 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 WORKER = ("WAY", "CHECKPOINT", "RECORDS", "ORDERS", "ANSWERS")
-CALLS_PER_ROUND = 2
+# How each way is called in a round.
+SCHEDULE = ("warm", "warm")
 # Bytes of memory freed for a call, per byte of the larger checkpoint: the model, and what a way takes beside it.
 ROOM = 3
 # Which checkpoint a way loads, by what is compared; the first way of each is the one in question.
@@ -74,23 +73,9 @@ def main() -> None:
 
 
 def _run(compared: str, checkpoints: Mapping[str, Path], records: Path, rounds: int) -> None:
-    memory = AwakeMemory()
     room = ROOM * max(sum(file.stat().st_size for file in folder.iterdir()) for folder in checkpoints.values())
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                Workers("benchmarks.load_conversions", [compared, "--worker", way, str(folder), str(records)], memory)
-            )
-            for way, folder in checkpoints.items()
-        ]
-        for each in workers:
-            each.call("-1", room)  # pays for imports: recorded, and left out of the ratios
-        for round_ in range(rounds):
-            turn = round_ % len(workers)
-            for each in (*workers[turn:], *workers[:turn]):
-                for _ in range(CALLS_PER_ROUND):
-                    each.call(str(round_), room)
-            print(f"round {round_} done", flush=True)
+    starts = [(compared, "--worker", way, str(folder), str(records)) for way, folder in checkpoints.items()]
+    take_turns("benchmarks.load_conversions", starts, SCHEDULE, rounds=rounds, free_bytes=room)
 
 
 def _work(way: str, folder: str, records: str, orders: str, answers: str) -> None:
@@ -105,7 +90,7 @@ def _work(way: str, folder: str, records: str, orders: str, answers: str) -> Non
     checkpoint = Path(folder)
     files = sorted(checkpoint.glob("*.safetensors"))
     calls = Calls(Path(orders), Path(answers))
-    for (round_,) in calls:
+    for _, round_ in calls:
         if dist.get_rank() == 0:
             drop_from_page_cache(files)
             bring_into_page_cache(files)

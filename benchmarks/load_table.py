@@ -21,6 +21,8 @@ OURS = "shardferry"
 
 
 Cache = Literal["first", "warm", "cold"]
+# What is compared.
+CACHES: tuple[Cache, ...] = ("warm", "cold")
 
 
 class Record(TypedDict):
@@ -45,8 +47,7 @@ def print_tables(records: Sequence[Record]) -> None:
     """Print one Markdown table for the warm page cache and one for the cold, and what the library gained."""
     for wrong in [record for record in records if record["wrong"]]:
         print(f"WRONG BYTES: {wrong['loader']} rank {wrong['rank']} {wrong['cache']}: {wrong['wrong']}")
-    caches: tuple[Cache, ...] = ("warm", "cold")
-    for cache in caches:
+    for cache in CACHES:
         of_cache = [record for record in records if record["cache"] == cache]
         times = times_of(records, cache)
         memory = {name: _peak_over_held(group) for name, group in _by(of_cache, "loader").items()}

@@ -17,16 +17,14 @@ import argparse
 import json
 import shutil
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.awake import AwakeMemory
 from benchmarks.checkpoints import make_checkpoint
 from benchmarks.load_peers import LOADERS
 from benchmarks.load_table import print_tables
 from benchmarks.machine import machine
-from benchmarks.turns import Workers
+from benchmarks.turns import take_turns
 
 if TYPE_CHECKING:
     from benchmarks.load_table import Cache
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 # How each loader is called in a round.
 SCHEDULE: tuple[Cache, ...] = ("warm", "cold", "warm")
-# Bytes of memory freed for a call, per byte of the checkpoint.
+# Bytes of memory freed for a call, per byte of the checkpoint: its tensors, as much again for what comes into the page
+# cache, and for what a loader takes beside.
 ROOM = 3
 
 
@@ -67,22 +66,9 @@ def _that_can_load(kind: str, loaders: list[str]) -> list[str]:
 
 
 def _run(checkpoint: Path, records: Path, rounds: int, loaders: list[str]) -> None:
-    memory = AwakeMemory()
-    # As much again for what comes into the page cache, and for what a loader takes beside the tensors.
     room = ROOM * sum(file.stat().st_size for file in checkpoint.iterdir())
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(Workers("benchmarks.load_worker", [loader, str(checkpoint), str(records)], memory))
-            for loader in loaders
-        ]
-        for each in workers:
-            each.call("first -1", room)  # pays for imports and a cold allocator: recorded, and left out of the ratios
-        for round_ in range(rounds):
-            turn = round_ * (len(loaders) // 2 + 1) % len(loaders)
-            for each in (*workers[turn:], *workers[:turn]):
-                for cache in SCHEDULE:
-                    each.call(f"{cache} {round_}", room)
-            print(f"round {round_} done", flush=True)
+    starts = [(loader, str(checkpoint), str(records)) for loader in loaders]
+    take_turns("benchmarks.load_worker", starts, SCHEDULE, rounds=rounds, free_bytes=room)
 
 
 if __name__ == "__main__":

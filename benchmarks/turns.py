@@ -1,7 +1,7 @@
 """Loaders called in turns: each in processes of its own, which stay, with memory that exists for whoever is called.
 
 Answers no question itself. A call has two halves: every rank prepares it, off the clock; then memory is freed for it
-and the ranks go. A script starts its workers by `Workers`, and each of those takes its calls from `Calls`.
+and the ranks go. A script has its loaders called by `take_turns`; each of their processes takes its calls from `Calls`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self
 
 import torch.distributed as dist
+from benchmarks.awake import AwakeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from benchmarks.awake import AwakeMemory
 
 NUM_RANKS = 4
 MAX_CALL_S = 300
@@ -38,7 +38,7 @@ class Workers:
             arguments: What that is told, before the paths of the two pipes that it hands to `Calls`.
             memory: Gives every call memory that exists.
         """
-        self._name = f"{module} {arguments[0]}"
+        self._name = " ".join((module, *arguments))
         self._memory = memory
         self._folder = tempfile.TemporaryDirectory()
         orders, answers = (Path(self._folder.name) / name for name in ("orders", "answers"))
@@ -79,6 +79,32 @@ class Workers:
             if self._launcher.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{self._name} has failed, see above, or did not end within {MAX_CALL_S} s")
         os.read(self._answers, 100)
+
+
+def take_turns(
+    module: str, starts: Sequence[Sequence[str]], schedule: Sequence[str], *, rounds: int, free_bytes: int
+) -> None:
+    """Call every loader as `schedule` says in each round, in an order that rotates.
+
+    Args:
+        module: What the processes run.
+        starts: What those of each loader are told when they start.
+        schedule: How each is called in a round: a word, which it is told with the round. Before all it is called with
+            `first -1`, which pays for imports and a cold allocator.
+        rounds: How many.
+        free_bytes: Bytes of memory that exist for a call.
+    """
+    memory = AwakeMemory()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Workers(module, arguments, memory)) for arguments in starts]
+        for each in workers:
+            each.call("first -1", free_bytes)
+        for round_ in range(rounds):
+            turn = round_ % len(workers)
+            for each in (*workers[turn:], *workers[:turn]):
+                for word in schedule:
+                    each.call(f"{word} {round_}", free_bytes)
+            print(f"round {round_} done", flush=True)
 
 
 class Calls:

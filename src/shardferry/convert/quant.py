@@ -86,7 +86,8 @@ class BlockScaled:
         decode, factors = (_move_e4m3, factors * _E4M3_TO_F32) if at_once else (_decode_e4m3, factors)
         ends = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
         for first, last in pairwise(ends):
-            step = max(1, -(-(last - first) // max(1, round(values[..., first:last, :].size / CACHED_ELEMENTS))))
+            num_parts = max(1, round(values[..., first:last, :].size / CACHED_ELEMENTS))
+            step = max(1, -(-(last - first) // num_parts))
             for start in range(first, last, step):
                 held = (..., slice(start, min(start + step, last)), slice(None))
                 decode(codes[held], values[held])

@@ -12,6 +12,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,6 +25,8 @@ ITEMSIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 NUM_FILES = 4
 # Rows and columns that share a scale, as in DeepSeek-V3.
 FP8_BLOCK = 128
+# The largest number of F8_E4M3.
+FP8_MOST = 448
 
 
 class TensorSpec(NamedTuple):
@@ -120,9 +123,21 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
 def _values(rng: np.random.Generator, spec: TensorSpec) -> np.ndarray[Any, np.dtype[np.generic]]:
     if spec.dtype == "F32":
         return rng.random(math.prod(spec.shape), np.float32) + np.float32(0.5)
+    if spec.dtype == "F8_E4M3":
+        return _fp8_codes(rng, math.prod(spec.shape))
     bits = rng.integers(0, 1 << 16, size=spec.num_bytes // 2, dtype=np.uint16)
     # Clears an exponent bit: every value is finite.
-    return bits & np.uint16(0xBFFF if spec.dtype == "BF16" else 0xBFBF)
+    return bits & np.uint16(0xBFFF)
+
+
+def _fp8_codes(rng: np.random.Generator, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return codes as weights have them: normally distributed, the largest about 448, which scales are made for."""
+    codes = np.empty(count, np.uint8)
+    for start in range(0, count, FP8_BLOCK**2):
+        weights = torch.from_numpy(rng.standard_normal(min(FP8_BLOCK**2, count - start), np.float32))
+        values = (weights * (FP8_MOST / weights.abs().max())).to(torch.float8_e4m3fn)
+        codes[start : start + FP8_BLOCK**2] = values.view(torch.uint8).numpy()
+    return codes
 
 
 def _in_fp8(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

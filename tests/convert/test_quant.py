@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.convert.oracle import gather
 
-from shardferry.convert import quant
+from shardferry.convert import fp8, quant
 from shardferry.convert.ops import Computed, Stored
 from shardferry.convert.quant import Scheme, dequantize, to_floats
 from shardferry.convert.tensor import Tensor
@@ -25,6 +25,8 @@ from shardferry.testing.strategies import regions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from shardferry.convert.values import Products, Values
 
 Members = Sequence[tuple[str, "NDArray[np.generic]"]]
 RNG = np.random.default_rng(7)
@@ -46,8 +48,29 @@ def bytes_of(shape: tuple[int, ...], low: int = 0, high: int = 256) -> NDArray[n
     return np.where(codes & 127 == 127, codes ^ 1, codes).astype(np.uint8)
 
 
+def normal_codes(shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Return F8_E4M3 codes none of which is subnormal: their bits are moved, not looked up."""
+    codes: NDArray[np.int64] = RNG.integers(8, 127, shape) | RNG.choice([0, 128], shape)
+    return codes.astype(np.uint8)
+
+
 def nibble(row: NDArray[np.uint8], at: int) -> float:
     return e2m1(int(row[at // 2]) >> (4 * (at % 2)) & 15)
+
+
+def multiplied(products: Products, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Multiply as whoever takes products does, two rows at a time."""
+    made = np.empty(shape, np.float32)
+    for first, last, at in products.runs(2):
+        bits = np.empty((last - first, shape[1]), np.int16)
+        products.put_bits(first, last, bits)
+        numbers = (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        made[first:last] = numbers * np.repeat(products.factors[at], products.width)
+    return made
+
+
+def all_rows(values: Values) -> NDArray[np.float32]:
+    return values.rows(0, values.shape[0])  # type: ignore[return-value]
 
 
 def check(scheme: Scheme, members: Members, plain: NDArray[np.float32], data: st.DataObject) -> None:
@@ -62,15 +85,20 @@ def check(scheme: Scheme, members: Members, plain: NDArray[np.float32], data: st
     shapes = [array.shape for _, array in members]
     needed = source.function.needs(shapes, region)
     operands = [gather(array, part) for (_, array), part in zip(members, needed, strict=True)]  # type: ignore[arg-type]
-    got = source.function.compute(operands, shapes, region)
-    assert np.array_equal(got, gather(plain, region))  # type: ignore[arg-type]
+    values = source.function.compute(operands, shapes, region)
+    wanted = gather(plain, region).reshape(values.shape)  # type: ignore[arg-type]
+    cut = data.draw(st.integers(0, values.shape[0]))
+    assert np.array_equal(np.concatenate([values.rows(0, cut), values.rows(cut, values.shape[0])]), wanted)
+    assert np.abs(wanted).max() <= values.most
+    if values.products is not None:
+        assert np.array_equal(multiplied(values.products, values.shape), wanted)
 
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(["F32", "BF16", "F16", "F8_E8M0", "U8"]))
 def test_block_scaled_fp8_is_the_value_times_the_scale_of_its_block(data: st.DataObject, dtype: str) -> None:
     rows, columns = data.draw(st.integers(5, 12)), data.draw(st.integers(5, 12))
-    codes = bytes_of((rows, columns))
+    codes = data.draw(st.sampled_from([bytes_of, normal_codes]))((rows, columns))
     kinds: dict[str, NDArray[np.generic]] = {
         "F32": RNG.random((-(-rows // 4), -(-columns // 4))).astype(np.float32),
         "BF16": RNG.integers(0x3F00, 0x4000, (-(-rows // 4), -(-columns // 4))).astype(np.uint16),
@@ -139,31 +167,53 @@ def test_codes_decode_alike_in_a_thread_that_takes_subnormal_numbers_for_0() -> 
     assert np.array_equal(values, numbers, equal_nan=True)
 
 
-def test_weights_are_decoded_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows of three columns at a time, in blocks of five rows: chunks end at both."""
-    monkeypatch.setattr(quant, "CACHED_ELEMENTS", 7)
-    codes, scales = bytes_of((12, 3)), RNG.random((3, 1)).astype(np.float32)
+def test_rows_are_scaled_together_up_to_the_end_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of three columns at a time, in blocks of five rows."""
+    monkeypatch.setattr(fp8, "LONG_ROW_ELEMENTS", 7)
+    codes, scales = normal_codes((12, 3)), RNG.random((3, 1)).astype(np.float32)
     plain = np.array([[np.float32(e4m3(int(code))) * scales[i // 5, 0] for code in codes[i]] for i in range(12)])
-    function = quant.BlockScaled((5, 3), ("F8_E4M3", "F32"))
-    region = box((0, 0), (12, 3))
-    assert np.array_equal(function.compute([codes, scales], [(12, 3), (3, 1)], region), plain)
+    values = quant.BlockScaled((5, 3), ("F8_E4M3", "F32")).compute(
+        [codes, scales], [(12, 3), (3, 1)], box((0, 0), (12, 3))
+    )
+    assert np.array_equal(all_rows(values), plain)
+    assert values.products is not None
+    assert list(values.products.runs(4)) == [(0, 4, 0), (4, 5, 0), (5, 9, 1), (9, 10, 1), (10, 12, 2)]
+
+
+def test_experts_have_blocks_of_their_own() -> None:
+    """Two of three experts, of five rows in blocks of four, from row 3 on: of each the last row of two blocks."""
+    codes, scales = normal_codes((2, 2, 6)), RNG.random((2, 2, 2)).astype(np.float32)
+    function = quant.BlockScaled((4, 3), ("F8_E4M3", "F32"))
+    values = function.compute([codes, scales], [(3, 5, 6), (3, 2, 2)], box((1, 3, 0), (2, 2, 6)))
+    plain = to_floats(codes, "F8_E4M3") * np.repeat(scales, 3, axis=-1)
+    assert np.array_equal(all_rows(values), plain.reshape(4, 6))
+    assert values.products is not None
+    assert np.array_equal(multiplied(values.products, values.shape), plain.reshape(4, 6))
 
 
 SCALES = (1.0, -0.37, 128.0, 129.0, 3e38, 1e-40, 2.0**-149, 0.0, -0.0, math.inf, -math.inf, math.nan)
 
 
 @pytest.mark.parametrize("scales", [SCALES, SCALES[:3], SCALES[5:9]], ids=["any", "moderate", "tiny"])
-def test_every_code_times_any_scale_is_what_f32_makes_of_the_two(scales: tuple[float, ...]) -> None:
-    """20 rows a scale: twice as many as are scaled at a time, and some more."""
-    codes = np.tile(np.arange(256, dtype=np.uint8), (20 * len(scales), 1))
+@pytest.mark.parametrize("subnormal", [True, False], ids=["looked up", "moved"])
+def test_every_code_times_any_scale_is_what_f32_makes_of_the_two(scales: tuple[float, ...], *, subnormal: bool) -> None:
+    """Every code in 20 rows a scale, after rows, which are looked at, of codes that are subnormal or not."""
+    every = np.tile(np.arange(256, dtype=np.uint8), (20, 1))
+    codes = np.concatenate([np.full((236, 256), 3 if subnormal else 0x40, np.uint8), every] * len(scales))
     factors = np.array(scales, np.float32).reshape(-1, 1)
     with np.errstate(all="ignore"):
-        plain = to_floats(codes, "F8_E4M3") * np.repeat(factors, 20, axis=0)
-        function = quant.BlockScaled((20, 256), ("F8_E4M3", "F32"))
-        got = function.compute([codes, factors], [codes.shape, factors.shape], box((0, 0), codes.shape))
+        plain = to_floats(codes, "F8_E4M3") * np.repeat(factors, 256, axis=0)
+        function = quant.BlockScaled((256, 256), ("F8_E4M3", "F32"))
+        values = function.compute([codes, factors], [codes.shape, factors.shape], box((0, 0), codes.shape))
+        made = [all_rows(values)]
+        if values.products is not None:
+            made.append(multiplied(values.products, values.shape))
+    assert len(made) == 1 + (not subnormal and scales != SCALES), "only then bits are moved"
     numbers = ~np.isnan(plain)
-    assert np.array_equal(np.isnan(got), ~numbers)
-    assert np.array_equal(np.asarray(got)[numbers].view(np.uint32), plain[numbers].view(np.uint32))
+    for got in made:
+        assert np.array_equal(np.isnan(got), ~numbers)
+        assert np.array_equal(got[numbers].view(np.uint32), plain[numbers].view(np.uint32))
+    assert not np.abs(plain[np.isfinite(plain)]).max() > values.most
 
 
 def test_a_part_reads_only_the_scales_of_the_blocks_it_touches() -> None:

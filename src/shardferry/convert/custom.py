@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardferry.convert.values import Values, values_of
 from shardferry.errors import InvalidInputError
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.region import whole
@@ -62,7 +63,7 @@ class WholeTensors:
         operands: Sequence[NDArray[np.generic]],
         shapes: Sequence[tuple[int, ...]],  # noqa: ARG002 - a Function
         region: Region,
-    ) -> NDArray[np.generic]:
+    ) -> Values:
         """Return a region of what the function makes of the operands.
 
         Raises:
@@ -80,4 +81,4 @@ class WholeTensors:
             )
         for dim, held in enumerate(region.dims):
             result = np.take(result, np.concatenate([np.arange(start, stop) for start, stop in held]), axis=dim)
-        return result
+        return values_of(result)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from shardferry.convert.values import Values
     from shardferry.geometry.region import Intervals
 
 
@@ -118,8 +119,8 @@ class Function(Protocol):
 
     def compute(
         self, operands: Sequence[NDArray[np.generic]], shapes: Sequence[tuple[int, ...]], region: Region
-    ) -> NDArray[np.generic]:
-        """Return the result's region from the operands' regions that `needs` names."""
+    ) -> Values:
+        """Return the values of the result's region, made of the operands' regions that `needs` names."""
         ...
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from shardferry.convert.fp8 import Blocks, e4m3_values
 from shardferry.convert.ops import Computed
 from shardferry.convert.tensor import Tensor
+from shardferry.convert.values import Values, as_table
 from shardferry.errors import InvalidInputError
 from shardferry.geometry.region import Region
-from shardferry.units import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,15 +38,8 @@ MXFP4_GROUP = 32
 NVFP4_GROUP = 16
 # How many tensors belong together, by scheme.
 MEMBERS = {"fp8": 2, "mxfp4": 2, "nvfp4": 3}
-# Of an F8_E4M3 code moved 20 bits to the left: its sign, which fills all bits above, once, and the rest of it.
-_E4M3_BITS = np.int32(-(1 << 31) | 0x7F << 20)
-_E4M3_TO_F32 = np.float32(2.0**120)
-_TINY = np.float32(2.0**-140)
-# A scale of which 2**120 times as much still is an F32.
-_MOST_AT_ONCE = 128.0
-# Decoded and scaled at a time: their F32 values stay in a core's cache.
-CACHED_ELEMENTS = 96 * KIB
-ROWS_AT_ONCE = 8
+# The largest number of E2M1.
+E2M1_MOST = 6.0
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
 
 
@@ -71,30 +64,21 @@ class BlockScaled:
 
     def compute(
         self, operands: Sequence[NDArray[np.generic]], shapes: Sequence[tuple[int, ...]], region: Region
-    ) -> NDArray[np.generic]:
+    ) -> Values:
         """Return the values of a region."""
-        weight, scales = operands
-        needed = self.needs(shapes, region)[1]
+        codes = as_table(operands[0].view(np.uint8))
+        factors = as_table(to_floats(operands[1], self.dtypes[1]))
+        needed = self.needs(shapes, region)[1].dims[-2:]
         rows, columns = (
             _positions(held, blocks, size)
-            for held, blocks, size in zip(region.dims[-2:], needed.dims[-2:], self.block, strict=True)
+            for held, blocks, size in zip(region.dims[-2:], needed, self.block, strict=True)
         )
-        factors = np.take(to_floats(scales, self.dtypes[1]), columns, axis=-1)
-        codes, values = weight.view(np.uint8), np.empty(weight.shape, np.float32)
-        # One product instead of two, and the same numbers, as long as what is multiplied by is one of F32's.
-        at_once = _has_subnormals() and bool((np.abs(factors) <= _MOST_AT_ONCE).all())
-        decode, factors = (_move_e4m3, factors * _E4M3_TO_F32) if at_once else (_decode_e4m3, factors)
-        ends = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
-        for first, last in pairwise(ends):
-            num_parts = max(1, round(values[..., first:last, :].size / CACHED_ELEMENTS))
-            step = max(1, -(-(last - first) // num_parts))
-            for start in range(first, last, step):
-                held = (..., slice(start, min(start + step, last)), slice(None))
-                decode(codes[held], values[held])
-                _scale(values[held], factors[..., rows[first], :])
-        if at_once:
-            _mark_no_numbers(codes, values)
-        return values
+        # Row of blocks after row of blocks, and table after table.
+        ends = np.searchsorted(rows, np.arange(_count(needed[0])), side="right")
+        starts = np.arange(0, len(codes), len(rows))
+        all_ends = (starts[:, None] + ends).reshape(-1).tolist()
+        width = self.block[1] if region.dims[-1] == _scaled(needed[1], self.block[1]) else 0
+        return Blocks(codes, factors, all_ends, columns, width).values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +96,11 @@ class Mxfp4:
 
     def compute(
         self, operands: Sequence[NDArray[np.generic]], shapes: Sequence[tuple[int, ...]], region: Region
-    ) -> NDArray[np.generic]:
+    ) -> Values:
         """Return the values of a region."""
-        blocks, exponents = operands
-        values = _codes(blocks.reshape(*blocks.shape[:-2], -1)).reshape(*exponents.shape, MXFP4_GROUP)
-        values *= to_floats(exponents, "U8")[..., None]
+        codes, factors = as_table(operands[0], 2), as_table(to_floats(operands[1], "U8"))
         groups = self.needs(shapes, region)[1].dims[-1]
-        return _inside(values.reshape(*exponents.shape[:-1], -1), region.dims[-1], groups, MXFP4_GROUP)
+        return _fp4_values(codes, factors, MXFP4_GROUP, region.dims[-1], groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +119,12 @@ class Nvfp4:
 
     def compute(
         self, operands: Sequence[NDArray[np.generic]], shapes: Sequence[tuple[int, ...]], region: Region
-    ) -> NDArray[np.generic]:
+    ) -> Values:
         """Return the values of a region."""
         codes, scales, scale = operands
         factors = to_floats(scales, "F8_E4M3") * to_floats(scale, "F32").reshape(())
-        values = _codes(codes).reshape(*scales.shape, NVFP4_GROUP)
-        values *= factors[..., None]
         groups = self.needs(shapes, region)[1].dims[-1]
-        return _inside(values.reshape(*scales.shape[:-1], -1), region.dims[-1], groups, NVFP4_GROUP)
+        return _fp4_values(as_table(codes), as_table(factors), NVFP4_GROUP, region.dims[-1], groups)
 
 
 def dequantize(members: Sequence[Tensor], scheme: Scheme, block: tuple[int, int] | None) -> Tensor:
@@ -185,67 +165,8 @@ def to_floats(array: NDArray[np.generic], dtype: str) -> Floats:
     if dtype == "BF16":
         return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E4M3":
-        values = np.empty(array.shape, np.float32)
-        _decode_e4m3(array.view(np.uint8), values)
-        return values
-    return np.asarray(_e8m0()[array.view(np.uint8)])
-
-
-def _scale(values: Floats, factors: Floats) -> None:
-    """Multiply every row of a table, or of several tables, in place by the factors of its table.
-
-    Several rows at a time, as NumPy is up to twice as fast with long ones.
-    """
-    *outer, rows, columns = values.shape
-    many = rows // ROWS_AT_ONCE * ROWS_AT_ONCE
-    if many:
-        # A view: rows that follow each other lie together.
-        long = values[..., :many, :].reshape(*outer, many // ROWS_AT_ONCE, ROWS_AT_ONCE * columns)
-        np.multiply(long, np.concatenate([factors] * ROWS_AT_ONCE, axis=-1)[..., None, :], out=long)
-    rest = values[..., many:, :]
-    np.multiply(rest, factors[..., None, :], out=rest)
-
-
-def _decode_e4m3(codes: NDArray[np.uint8], values: Floats) -> None:
-    """Put the values of F8_E4M3 codes into `values`, three times as fast as a table tells them."""
-    if not _has_subnormals():
-        values[...] = _e4m3()[codes]
-        return
-    _move_e4m3(codes, values)
-    values *= _E4M3_TO_F32
-    _mark_no_numbers(codes, values)
-
-
-def _move_e4m3(codes: NDArray[np.uint8], values: Floats) -> None:
-    """Put the bits of F8_E4M3 codes where an F32 has its sign, exponent and mantissa.
-
-    The biases being 127 and 7, that is 2**-120 of their values; no number (NaN) becomes 2**-120 of 480.
-    """
-    bits = values.view(np.int32)
-    bits[...] = codes.view(np.int8)
-    bits <<= 20
-    bits &= _E4M3_BITS
-
-
-def _mark_no_numbers(codes: NDArray[np.uint8], values: Floats) -> None:
-    if (codes & 0x7F).max(initial=0) == 0x7F:  # noqa: PLR2004 - the mask and the code of the format
-        values[codes & 0x7F == 0x7F] = np.nan  # noqa: PLR2004
-
-
-def _has_subnormals() -> bool:
-    """Return whether this thread computes with subnormal numbers: torch can tell one to take them for 0."""
-    return bool(_TINY * _E4M3_TO_F32)
-
-
-@cache
-def _e4m3() -> Floats:
-    """Return the values of F8_E4M3, the finite-only one: 4 bits of exponent biased by 7, 3 bits of mantissa."""
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal) * np.where(codes & 128, -1.0, 1.0)
-    values[[0x7F, 0xFF]] = np.nan
-    return values.astype(np.float32)
+        return e4m3_values(array.view(np.uint8))
+    return np.asarray(np.take(_e8m0(), array.view(np.uint8), mode="clip"))
 
 
 @cache
@@ -269,11 +190,26 @@ def _fp4_pairs() -> Floats:
     return np.stack([values[codes & 15], values[codes >> 4]], axis=-1)
 
 
-def _codes(array: NDArray[np.generic]) -> Floats:
-    """Return the values of two codes per byte; the last dim is twice as long."""
+def _fp4_values(codes: NDArray[np.generic], factors: Floats, group: int, held: Intervals, groups: Intervals) -> Values:
+    """Return the values of two codes per byte with a factor for every group of codes.
+
+    Args:
+        codes: Shape [rows, bytes].
+        factors: Shape [rows, groups].
+        group: Codes that share a factor.
+        held: Elements wanted of the last dim.
+        groups: Groups of which there are codes.
+    """
     # A pair is copied as one number, and no index needs a check: three times as fast as an index of rows.
-    pairs = np.take(_fp4_pairs().view(np.float64).reshape(-1), array.view(np.uint8), mode="clip")
-    return pairs.view(np.float32)
+    pairs = _fp4_pairs().view(np.float64).reshape(-1)
+
+    def values_of_rows(first: int, last: int) -> Floats:
+        values = np.take(pairs, codes[first:last].view(np.uint8), mode="clip").view(np.float32)
+        values.reshape(last - first, factors.shape[1], group)[...] *= factors[first:last, :, None]
+        return _inside(values, held, groups, group)
+
+    shape = (len(codes), _count(held))
+    return Values(shape, values_of_rows, E2M1_MOST * float(np.abs(factors).max(initial=0)))
 
 
 def _computed(function: BlockScaled | Mxfp4 | Nvfp4, members: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -334,6 +270,10 @@ def _blocks(held: Intervals, size: int) -> Intervals:
 
 def _scaled(held: Intervals, by: int) -> Intervals:
     return tuple((start * by, stop * by) for start, stop in held)
+
+
+def _count(held: Intervals) -> int:
+    return sum(stop - start for start, stop in held)
 
 
 def _indices(held: Intervals) -> NDArray[np.int64]:

@@ -14,23 +14,27 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from shardferry.execute.load import execute_load
+from shardferry.execute.load import TakesValues, execute_load
 from shardferry.execute.memory import HostMemory, Scratch, as_words
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.spans import BITS_PER_BYTE
 from shardferry.plan.load import Computation, LoadPlan, TensorPlan, split_copy
+from shardferry.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from shardferry.convert.values import Values
     from shardferry.execute.load import Destination, Settings, Staging
     from shardferry.format.index import FileInfo
     from shardferry.plan.load import Copy
     from shardferry.storage.base import Bytes, ReadableFile, Store
 
 
+# Computed at a time where values are handed over as pieces: as fast as smaller ones, and not much memory.
+COMPUTED_BYTES = 4 * MIB
 # Kept open between batches: the operands of a batch lie in one or two files, mostly.
 MAX_OPEN_FILES = 4
 
@@ -187,10 +191,21 @@ class _Storer:
     def _compute(self, job: _Job, operands: Sequence[NDArray[np.generic]]) -> None:
         source, region, result = job.computation.source, job.computation.region, job.computation.result
         shapes = [operand.shape for operand in source.operands]
-        array = source.function.compute(operands, shapes, region).reshape(result.shape)
-        for piece in split_copy(result, self._settings.piece_bytes):
-            part = array[tuple(slice(*held[0]) for held in piece.region.dims)]
-            self.put(job.destination, piece, np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        values = source.function.compute(operands, shapes, region)
+        if not (isinstance(job.destination, TakesValues) and job.destination.take(result, values)):
+            self._put_values(job.destination, result, values)
+
+    def _put_values(self, destination: Destination, result: Copy, values: Values) -> None:
+        """Put values by pieces, each of which is a run of elements in the order of the region."""
+        columns = values.shape[1]
+        start = 0
+        for piece in split_copy(result, min(COMPUTED_BYTES, self._settings.piece_bytes)):
+            stop = start + piece.region.num_elements
+            first, last = start // columns, -(-stop // columns)
+            flat = np.ascontiguousarray(values.rows(first, last)).reshape(-1)
+            wanted = flat[start - first * columns : stop - first * columns]
+            self.put(destination, piece, wanted.view(np.uint8))
+            start = stop
 
     def _next(self) -> Staging:
         if not hasattr(self._local, "ring"):

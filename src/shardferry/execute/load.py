@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import cycle, groupby, product
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 from shardferry.errors import CheckpointChangedError
 from shardferry.plan.requests import Piece, Request, plan_requests
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from shardferry.convert.values import Values
     from shardferry.format.index import FileInfo
     from shardferry.geometry.spans import Collapsed
     from shardferry.plan.load import Copy, LoadPlan
@@ -63,6 +64,15 @@ class Destination(Protocol):
 
     def store(self, copy: Copy, staged: Bytes) -> None:
         """Take what `copy` read, in the order of its region, out of staging memory."""
+        ...
+
+
+@runtime_checkable
+class TakesValues(Protocol):
+    """The memory of a local tensor into which what is computed can go at once, as it is computed."""
+
+    def take(self, copy: Copy, values: Values) -> bool:
+        """Take the values of `copy`, in the order of its region; return whether they can be taken so."""
         ...
 
 

@@ -11,11 +11,13 @@ import torch
 
 from shardferry.format.dtypes import BITS
 from shardferry.geometry.spans import flat_span
+from shardferry.torch.casting import became_infinite, fits, put_values
 from shardferry.torch.dtypes import elements_per_item, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardferry.convert.values import Values
     from shardferry.execute.meter import Meter
     from shardferry.plan.load import Copy
     from shardferry.storage.base import Bytes
@@ -55,6 +57,20 @@ class TensorDestination:
         with torch.inference_mode(self._local.is_inference()):
             self._store(copy, staged)
 
+    def take(self, copy: Copy, values: Values) -> bool:
+        """Take computed values where they lie as a table, which they do on a CPU, nearly always; else return False."""
+        if self._memory is None:
+            return False
+        target = _place_of(self._local, copy, 1).permute(_inverse(copy.axes))
+        try:
+            table = target.view(values.shape)
+        except RuntimeError:  # their dims cannot be made two without a copy
+            return False
+        self.was_cast = self.was_cast or table.dtype != torch_dtype(copy.dtype)
+        with torch.inference_mode(self._local.is_inference()):
+            self._overflowed += put_values(table, values, torch_dtype(copy.dtype))
+        return True
+
     def _store(self, copy: Copy, staged: Bytes) -> None:
         dtype = torch_dtype(copy.dtype)
         stored = torch.from_numpy(staged).view(dtype)
@@ -65,18 +81,8 @@ class TensorDestination:
             return
         self.was_cast = True
         target.copy_(source, non_blocking=True)
-        if not _fits(stored, target.dtype):
-            became = torch.isinf(target).sum() - torch.isinf(source).sum().to(target.device)
-            self._overflowed.append(became)
-
-
-def _fits(stored: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether no element becomes infinite in another dtype: in one pass, so False if some are no numbers."""
-    most = torch.finfo(dtype).max
-    if most >= torch.finfo(stored.dtype).max:
-        return True
-    low, high = (end.item() for end in torch.aminmax(stored))  # as Python floats: BF16 rounds 65504 to 65536
-    return bool(-most <= low and high <= most)
+        if not fits(stored, target.dtype):
+            self._overflowed.append(became_infinite(source, target))
 
 
 class HostStaging:
@@ -84,7 +90,7 @@ class HostStaging:
 
     def __init__(self, num_bytes: int, meter: Meter) -> None:
         """Hold one buffer of `num_bytes`."""
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         meter.add(num_bytes)
 
     def memory(self, num_bytes: int) -> Bytes:
@@ -109,7 +115,7 @@ class PinnedStaging:
 
     def __init__(self, num_bytes: int, meter: Meter, stream: torch.Stream) -> None:
         """Hold one page-locked buffer of `num_bytes`, emptied on `stream`."""
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._stream = stream
         self._event = torch.Event(stream.device)
         meter.add(num_bytes)
@@ -166,6 +172,10 @@ def _place_of(local: torch.Tensor, copy: Copy, per_item: int) -> torch.Tensor:
     if per_item > 1:
         place[-1] = slice(copy.target[-1][0] // per_item, copy.target[-1][1] // per_item)
     return local[tuple(place)]
+
+
+def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axes.index(dim) for dim in range(len(axes)))
 
 
 def _items(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:

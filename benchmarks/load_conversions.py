@@ -7,9 +7,10 @@
 tensor per expert by transformers' own conversions (`per expert`), from one that holds what is in memory (`packed`), and
 by `from_pretrained` of transformers from the first (`transformers`). `fp8`: they fill a Llama in bf16 from a checkpoint
 with block-scaled FP8 (`block FP8`), and from one that holds bf16 (`bf16`): as many bytes in memory, half as many to
-read. Every way has processes of its own, which are called in turns, and given memory that exists; in a round twice, of
-which the faster call counts. Building the model on the meta device is on the clock for all. All read from a page cache
-that ordinary reads have filled. Prints ratios inside a round, and writes the raw records to `benchmarks/results/`.
+read. FP8 codes are those of normally distributed weights. Every way has processes of its own, which are called in
+turns, and given memory that exists; in a round twice, of which the faster call counts. Building the model on the meta
+device is on the clock for all. All read from a page cache that ordinary reads have filled. Prints ratios inside a
+round, and writes the raw records to `benchmarks/results/`.
 """
 
 from __future__ import annotations

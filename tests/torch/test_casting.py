@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,25 @@ def test_products_are_the_same_for_any_number_of_threads(num_threads: int) -> No
         put_values(table, values, torch.float32)
     finally:
         torch.set_num_threads(before)
+    assert_same_bits(table, plain.bfloat16())
+
+
+def test_a_torch_that_rounds_factors_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = torch.native_batch_norm
+
+    def rounding(numbers: torch.Tensor, factors: torch.Tensor, *others: Any, **options: Any) -> object:  # noqa: ANN401
+        return exact(numbers, factors.bfloat16().float(), *others, **options)
+
+    monkeypatch.setattr(torch, "native_batch_norm", rounding)
+    casting.torch_multiplies.cache_clear()
+    try:
+        values, plain = block_scaled()
+        table = torch.empty(plain.shape, dtype=torch.bfloat16)
+        assert values.products is not None
+        assert not casting.can_multiply(table, values.products)
+        put_values(table, values, torch.float32)
+    finally:
+        casting.torch_multiplies.cache_clear()
     assert_same_bits(table, plain.bfloat16())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,33 +75,58 @@ def became_infinite(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def can_multiply(table: torch.Tensor, products: Products) -> bool:
     """Return whether a table can be filled by multiplying."""
     # A factor below 0, even -0, would make the bias below +0, and so a product of -0 too.
-    return table.dtype == torch.bfloat16 and table.is_contiguous() and not np.signbit(products.factors).any()
+    is_one = table.dtype == torch.bfloat16 and table.is_contiguous() and not np.signbit(products.factors).any()
+    return is_one and torch_multiplies()
 
 
 def _multiply(table: torch.Tensor, products: Products, step: int) -> None:
-    """Put products into a table of BF16.
-
-    Batch normalization that has been trained is the one operation of torch that multiplies BF16 by F32 factors, rounds
-    once, and makes no tensor of F32 on the way. With mean 0, variance 1, epsilon 0 and bias -0 it does nothing else:
-    (x - 0) / 1 * factor + -0. Twice as fast as to multiply in F32 and to cast.
-    """
-    num_blocks = products.factors.shape[1]
-    mean, bias, variance = (torch.full((num_blocks,), value, device="cpu") for value in (0.0, -0.0, 1.0))
-    nothing = torch.empty(0, device="cpu")
-    factors = torch.from_numpy(products.factors).unbind()
+    """Put products into a table of BF16."""
+    blocks = (products.factors.shape[1], products.width)
     bits = np.empty((min(step, len(table)), table.shape[1]), np.int16)
-    blocks = (num_blocks, products.width)
     numbers, results = torch.from_numpy(bits).view(torch.bfloat16).unflatten(1, blocks), table.unflatten(1, blocks)
+    factors = torch.from_numpy(products.factors).unbind()
+    scale = _Scale(blocks[0])
     for first, last, at in products.runs(step):
         products.put_bits(first, last, bits[: last - first])
+        scale(numbers[: last - first], factors[at], results[first:last])
+
+
+class _Scale:
+    """Multiplies BF16 numbers by F32 factors and rounds once, and makes no tensor of F32 on the way.
+
+    The one operation of torch that does is batch normalization after training. With mean 0, variance 1, epsilon 0 and
+    bias -0 it does nothing else: (x - 0) / 1 * factor + -0.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._mean, self._bias, self._variance = (
+            torch.full((num_blocks,), value, device="cpu") for value in (0.0, -0.0, 1.0)
+        )
+        self._nothing = torch.empty(0, device="cpu")
+
+    def __call__(self, numbers: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+        """Put products into `out`: shape [rows, blocks, width] as `numbers`, with a factor for every block."""
         torch.native_batch_norm(
-            numbers[: last - first],
-            factors[at],
-            bias,
-            mean,
-            variance,
+            numbers,
+            factors,
+            self._bias,
+            self._mean,
+            self._variance,
             training=False,
             momentum=0.0,
             eps=0.0,
-            out=(results[first:last], nothing, nothing),
+            out=(out, self._nothing, self._nothing),
         )
+
+
+@cache
+def torch_multiplies() -> bool:
+    """Return whether this torch, on this processor, makes of products what F32 makes of them: some are compared."""
+    bits = np.arange(-(1 << 15), 1 << 15, 67, dtype=np.int16)  # numbers of all sizes, and more than fill a vector
+    numbers = torch.from_numpy(bits).view(torch.bfloat16)
+    numbers = numbers[numbers.isfinite()].expand(4, -1).unsqueeze(0).contiguous()
+    factors = torch.tensor([1.9e-4, 1.0039064, 3.3e-39, 0.0], device="cpu")
+    got = torch.empty_like(numbers)
+    _Scale(4)(numbers, factors, got)
+    wanted = (numbers.float() * factors[:, None]).bfloat16()
+    return torch.equal(got.view(torch.int16), wanted.view(torch.int16))

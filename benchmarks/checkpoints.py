@@ -25,8 +25,6 @@ ITEMSIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 NUM_FILES = 4
 # Rows and columns that share a scale, as in DeepSeek-V3.
 FP8_BLOCK = 128
-# The largest number of F8_E4M3.
-FP8_MOST = 448
 
 
 class TensorSpec(NamedTuple):
@@ -135,7 +133,7 @@ def _fp8_codes(rng: np.random.Generator, count: int) -> np.ndarray[Any, np.dtype
     codes = np.empty(count, np.uint8)
     for start in range(0, count, FP8_BLOCK**2):
         weights = torch.from_numpy(rng.standard_normal(min(FP8_BLOCK**2, count - start), np.float32))
-        values = (weights * (FP8_MOST / weights.abs().max())).to(torch.float8_e4m3fn)
+        values = (weights * (torch.finfo(torch.float8_e4m3fn).max / weights.abs().max())).to(torch.float8_e4m3fn)
         codes[start : start + FP8_BLOCK**2] = values.view(torch.uint8).numpy()
     return codes
 

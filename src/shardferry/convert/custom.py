@@ -81,4 +81,5 @@ class WholeTensors:
             )
         for dim, held in enumerate(region.dims):
             result = np.take(result, np.concatenate([np.arange(start, stop) for start, stop in held]), axis=dim)
-        return values_of(result)
+        # In memory, and byte order, of its own: a function may return a view of what nobody may write to.
+        return values_of(np.require(result, result.dtype.newbyteorder("="), ("C", "W")))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Products(NamedTuple):
     """Values that are products of numbers that BF16 has and F32 factors, one for each of many blocks.
 
+    Neither means anything without the other: both may be off by a power of two.
+
     Attributes:
         put_bits: Puts rows [first, last) of the numbers, as the bits of BF16, into an array of their shape.
         factors: A row for every row of blocks, in it a factor for every block.
@@ -31,7 +33,7 @@ class Products(NamedTuple):
     width: int
 
     def runs(self, max_rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield runs of at most so many rows with the same factors: first row, end, and which row of factors."""
+        """Yield runs of at most so many rows of the same blocks: first row, end, and which row of factors."""
         first = 0
         for at, end in enumerate(self.ends):
             for start in range(first, end, max_rows):
@@ -46,7 +48,7 @@ class Values(NamedTuple):
         shape: Rows and columns.
         rows: Returns rows [first, last). To be called in the thread that was given this.
         most: No finite value is further from 0.
-        products: What they are products of, if they are; as for `rows`.
+        products: What they are products of, if they are. To be asked in the same thread as `rows`.
     """
 
     shape: tuple[int, int]

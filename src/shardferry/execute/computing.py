@@ -120,9 +120,8 @@ def _compute(mine: Mapping[str, Made], computed: dict[str, Source], operands: di
         arrays = [
             as_words(operands.pop(_operand(name, at)), held.shape, held.dtype) for at, held in enumerate(one.operands)
         ]
-        # Memory of its own kind: a function may return a view of what nobody may write to.
         values = source.function.compute(arrays, shapes, whole(source.shape))
-        array = np.require(values.rows(0, values.shape[0]), requirements=("C", "W"))
+        array = values.rows(0, values.shape[0])
         computed[name] = tools.made_source(array.reshape(-1).view(np.uint8), source.dtype, source.shape)
     return b""
 

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from shardferry.storage.base import Bytes, ReadableFile, Store
 
 
-# Computed at a time where values are handed over as pieces: as fast as smaller ones, and not much memory.
+# Computed at a time where values are handed over as pieces, so that they take little memory.
 COMPUTED_BYTES = 4 * MIB
+# Operands that a thread's share of a batch has: still in a cache when they are computed with.
+OPERAND_BYTES = 4 * MIB
 # Kept open between batches: the operands of a batch lie in one or two files, mostly.
 MAX_OPEN_FILES = 4
 
@@ -87,18 +89,21 @@ def execute_computations(
         for copy, destination in zeros:
             for piece in split_copy(copy, settings.piece_bytes):
                 storer.put(destination, piece, np.zeros(piece.num_bytes, np.uint8))
-        for batch in _batches(jobs, settings.piece_bytes * settings.num_threads):
+        for batch in _batches(jobs, min(OPERAND_BYTES, settings.piece_bytes) * settings.num_threads):
             settings.check()
             operands = _read_operands(batch, _Files(opened, files, plan.seek_bytes), settings)
             storer.store_all(batch, operands)
 
 
 def _batches(jobs: Iterable[_Job], max_bytes: int) -> Iterator[list[_Job]]:
-    """Yield parts whose results together have at most `max_bytes`, or a single one."""
+    """Yield parts whose operands, and results that come at once, have at most `max_bytes` together, or a single one."""
     batch: list[_Job] = []
     num_bytes = 0
     for job in jobs:
-        size = job.computation.result.num_bytes
+        made = job.computation
+        size = sum(wanted.bytes_read for wanted in made.inputs)
+        if made.source.function.whole:
+            size += made.result.num_bytes
         if batch and num_bytes + size > max_bytes:
             yield batch
             batch, num_bytes = [], 0
@@ -198,13 +203,15 @@ class _Storer:
     def _put_values(self, destination: Destination, result: Copy, values: Values) -> None:
         """Put values by pieces, each of which is a run of elements in the order of the region."""
         columns = values.shape[1]
-        start = 0
+        start, held, flat = 0, (0, 0), np.empty(0, np.uint8)
         for piece in split_copy(result, min(COMPUTED_BYTES, self._settings.piece_bytes)):
             stop = start + piece.region.num_elements
-            first, last = start // columns, -(-stop // columns)
-            flat = np.ascontiguousarray(values.rows(first, last)).reshape(-1)
-            wanted = flat[start - first * columns : stop - first * columns]
-            self.put(destination, piece, wanted.view(np.uint8))
+            needed = start // columns, -(-stop // columns)
+            if needed != held:  # several pieces may be of one row
+                held, flat = needed, values.rows(*needed).reshape(-1).view(np.uint8)
+            num_bytes = len(flat) // (columns * (held[1] - held[0]))
+            first = held[0] * columns
+            self.put(destination, piece, flat[(start - first) * num_bytes : (stop - first) * num_bytes])
             start = stop
 
     def _next(self) -> Staging:

@@ -1,4 +1,4 @@
-"""Casting elements of one floating dtype to another, as torch casts them: to nearest, ties to even."""
+"""Putting elements into tensors of another floating dtype as torch casts them: to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import numpy as np
 import torch
 
 from shardferry.torch.dtypes import torch_dtype
-from shardferry.units import KIB
+from shardferry.units import KIB, MIB
 
 if TYPE_CHECKING:
     from shardferry.convert.values import Products, Values
     from shardferry.storage.base import Bytes
 
-# Computed and cast at a time: as many F32 elements, or products, stay in a core's second cache.
+# Computed and cast at a time: as many F32 elements, or products, stay in a core's second cache. More where the elements
+# of a row lie apart in memory, every line of which a few rows would touch again and again.
 CACHED_ELEMENTS = 256 * KIB
+SCATTERED_ELEMENTS = MIB
+# Fewer products at a time, or in a row of one block, are sooner multiplied in F32 and cast.
+MIN_PRODUCTS = 32 * KIB
+MIN_BLOCK_WIDTH = 32
 
 
 def cast_bytes(source: Bytes, source_dtype: str, out: Bytes, dtype: str) -> None:
@@ -43,17 +48,19 @@ def put_values(table: torch.Tensor, values: Values, dtype: torch.dtype) -> list[
     Returns:
         Counts of finite values that became infinite.
     """
-    step = max(1, CACHED_ELEMENTS // max(1, table.shape[1]))
-    is_finite = not dtype.is_floating_point or values.most <= torch.finfo(table.dtype).max
-    if values.products is not None and is_finite and can_multiply(table, values.products):
+    at_once = CACHED_ELEMENTS if table.stride(1) == 1 else SCATTERED_ELEMENTS
+    step = max(1, at_once // max(1, table.shape[1]))
+    stays_finite = not dtype.is_floating_point or values.most <= torch.finfo(table.dtype).max
+    if values.products is not None and stays_finite and can_multiply(table, values.products):
         _multiply(table, values.products, step)
         return []
     overflowed = []
     for first in range(0, len(table), step):
         rows = values.rows(first, min(first + step, len(table)))
-        source, target = torch.from_numpy(rows).view(dtype), table[first : first + step]
+        # As bytes: torch does not know every kind of array that a function may return.
+        source, target = torch.from_numpy(rows.view(np.uint8)).view(dtype), table[first : first + step]
         target.copy_(source)
-        if not is_finite and not fits(source, target.dtype):
+        if not stays_finite and not fits(source, target.dtype):
             overflowed.append(became_infinite(source, target))
     return overflowed
 
@@ -73,10 +80,17 @@ def became_infinite(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply(table: torch.Tensor, products: Products) -> bool:
-    """Return whether a table can be filled by multiplying."""
+    """Return whether it is right, and faster, to fill a table by `_Scale`."""
+    # One thread: others may take subnormal numbers for 0 when this one does not.
     # A factor below 0, even -0, would make the bias below +0, and so a product of -0 too.
-    is_one = table.dtype == torch.bfloat16 and table.is_contiguous() and not np.signbit(products.factors).any()
-    return is_one and torch_multiplies()
+    is_right = (
+        table.dtype == torch.bfloat16
+        and table.is_contiguous()
+        and torch.get_num_threads() == 1
+        and not np.signbit(products.factors).any()
+    )
+    is_faster = products.width >= MIN_BLOCK_WIDTH and table.numel() >= MIN_PRODUCTS * len(products.ends)
+    return is_right and is_faster and torch_multiplies()
 
 
 def _multiply(table: torch.Tensor, products: Products, step: int) -> None:
@@ -100,9 +114,9 @@ class _Scale:
 
     def __init__(self, num_blocks: int) -> None:
         self._mean, self._bias, self._variance = (
-            torch.full((num_blocks,), value, device="cpu") for value in (0.0, -0.0, 1.0)
+            torch.full((num_blocks,), value, dtype=torch.float32, device="cpu") for value in (0.0, -0.0, 1.0)
         )
-        self._nothing = torch.empty(0, device="cpu")
+        self._nothing = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def __call__(self, numbers: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
         """Put products into `out`: shape [rows, blocks, width] as `numbers`, with a factor for every block."""
@@ -125,7 +139,7 @@ def torch_multiplies() -> bool:
     bits = np.arange(-(1 << 15), 1 << 15, 67, dtype=np.int16)  # numbers of all sizes, and more than fill a vector
     numbers = torch.from_numpy(bits).view(torch.bfloat16)
     numbers = numbers[numbers.isfinite()].expand(4, -1).unsqueeze(0).contiguous()
-    factors = torch.tensor([1.9e-4, 1.0039064, 3.3e-39, 0.0], device="cpu")
+    factors = torch.tensor([1.9e-4, 1.0039064, 3.3e-39, 0.0], dtype=torch.float32, device="cpu")
     got = torch.empty_like(numbers)
     _Scale(4)(numbers, factors, got)
     wanted = (numbers.float() * factors[:, None]).bfloat16()

@@ -58,7 +58,7 @@ class TensorDestination:
             self._store(copy, staged)
 
     def take(self, copy: Copy, values: Values) -> bool:
-        """Take computed values where they lie as a table, which they do on a CPU, nearly always; else return False."""
+        """Take computed values if their place, on a CPU, is a table; return False if its dims do not make two."""
         if self._memory is None:
             return False
         target = _place_of(self._local, copy, 1).permute(_inverse(copy.axes))
@@ -66,7 +66,8 @@ class TensorDestination:
             table = target.view(values.shape)
         except RuntimeError:  # their dims cannot be made two without a copy
             return False
-        self.was_cast = self.was_cast or table.dtype != torch_dtype(copy.dtype)
+        if table.dtype != torch_dtype(copy.dtype):
+            self.was_cast = True
         with torch.inference_mode(self._local.is_inference()):
             self._overflowed += put_values(table, values, torch_dtype(copy.dtype))
         return True

@@ -159,6 +159,10 @@ def test_arrays_that_torch_does_not_know_are_taken_as_their_bits() -> None:
     table = torch.empty((1, 2))
     put_values(table, values_of(array), torch.bfloat16)
     assert table.tolist() == [[1.5, -2.0]]
+    columns = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32).T
+    across = torch.empty((2, 3), dtype=torch.bfloat16)
+    put_values(across, Values((2, 3), lambda first, last: columns[first:last]), torch.float32)
+    assert across.tolist() == columns.tolist()
 
 
 def test_values_that_became_infinite_are_counted_where_some_may() -> None:

@@ -58,7 +58,8 @@ def put_values(table: torch.Tensor, values: Values, dtype: torch.dtype) -> list[
     for first in range(0, len(table), step):
         rows = values.rows(first, min(first + step, len(table)))
         # As bytes: torch does not know every kind of array that a function may return.
-        source, target = torch.from_numpy(rows.view(np.uint8)).view(dtype), table[first : first + step]
+        data = np.ascontiguousarray(rows).view(np.uint8)
+        source, target = torch.from_numpy(data).view(dtype), table[first : first + step]
         target.copy_(source)
         if not stays_finite and not fits(source, target.dtype):
             overflowed.append(became_infinite(source, target))

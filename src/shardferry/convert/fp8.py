@@ -144,7 +144,7 @@ def _are_no_numbers(codes: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def _many_are_subnormal(codes: NDArray[np.uint8]) -> bool:
-    """Return whether many codes are subnormal: to multiply by such numbers took 32 ns for 16 (a Xeon of 2024).
+    """Return whether many codes are subnormal: to multiply by such numbers took one Xeon 32 ns for 16.
 
     Codes of weights seldom are, as their scales are made for the largest of a block. So a few rows are looked at. If
     more than one code in 128 is, a table is faster, by what it and those take.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -282,3 +283,6 @@ def _write(message: dict[str, str | DemoResult]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    sys.stderr.flush()
+    # Everything is written. A thread of a library that has not ended yet can abort a process that ends in the usual way.
+    os._exit(0)

@@ -284,5 +284,5 @@ def _write(message: dict[str, str | DemoResult]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1])
     sys.stderr.flush()
-    # Everything is written. A thread of a library that has not ended yet can abort a process that ends in the usual way.
+    # Everything is written. A thread of a library that still runs can abort a process that ends in the usual way.
     os._exit(0)

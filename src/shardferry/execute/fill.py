@@ -203,15 +203,15 @@ class _Storer:
     def _put_values(self, destination: Destination, result: Copy, values: Values) -> None:
         """Put values by pieces, each of which is a run of elements in the order of the region."""
         columns = values.shape[1]
-        start, held, flat = 0, (0, 0), np.empty(0, np.uint8)
+        start, held = 0, (0, 0)
+        flat: NDArray[np.generic] = np.empty(0)
         for piece in split_copy(result, min(COMPUTED_BYTES, self._settings.piece_bytes)):
             stop = start + piece.region.num_elements
             needed = start // columns, -(-stop // columns)
             if needed != held:  # several pieces may be of one row
-                held, flat = needed, values.rows(*needed).reshape(-1).view(np.uint8)
-            num_bytes = len(flat) // (columns * (held[1] - held[0]))
+                held, flat = needed, values.rows(*needed).reshape(-1)
             first = held[0] * columns
-            self.put(destination, piece, flat[(start - first) * num_bytes : (stop - first) * num_bytes])
+            self.put(destination, piece, flat[start - first : stop - first].view(np.uint8))
             start = stop
 
     def _next(self) -> Staging:

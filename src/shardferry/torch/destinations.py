@@ -61,7 +61,7 @@ class TensorDestination:
         """Take computed values if their place, on a CPU, is a table; return False if its dims do not make two."""
         if self._memory is None:
             return False
-        target = _place_of(self._local, copy, 1).permute(_inverse(copy.axes))
+        target = _place_of(self._local, copy, 1).permute(np.argsort(copy.axes).tolist())
         try:
             table = target.view(values.shape)
         except RuntimeError:  # their dims cannot be made two without a copy
@@ -173,10 +173,6 @@ def _place_of(local: torch.Tensor, copy: Copy, per_item: int) -> torch.Tensor:
     if per_item > 1:
         place[-1] = slice(copy.target[-1][0] // per_item, copy.target[-1][1] // per_item)
     return local[tuple(place)]
-
-
-def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(axes.index(dim) for dim in range(len(axes)))
 
 
 def _items(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
